@@ -1,0 +1,53 @@
+"""The exception tree; each class carries the exit code that the command line ends with.
+
+    OomproofError                1   the tool failed
+    ├── UsageError              64   what the person asked for cannot be right
+    │   └── UnknownGPUError     64
+    ├── EnvironmentMissingError  1   this machine lacks something (torch, a compiler, room on disk)
+    │   └── BuildError           1   the stand-ins could not be compiled
+    ├── ScriptError              1   the script itself failed or never used what was to be measured
+    └── CaptureError             1   a file is not what it should be
+
+Every message ends with the cure.
+"""
+
+from __future__ import annotations
+
+EXIT_FITS = 0
+EXIT_FAILED = 1
+EXIT_DOES_NOT_FIT = 2
+EXIT_GUARD_STOPPED = 3
+EXIT_USAGE = 64
+EXIT_INTERRUPTED = 130
+
+
+class OomproofError(Exception):
+    """Base of every error that is told to the user without a traceback."""
+
+    exit_code = EXIT_FAILED
+
+
+class UsageError(OomproofError):
+    """The request itself is wrong; the message lists every fault found."""
+
+    exit_code = EXIT_USAGE
+
+
+class UnknownGPUError(UsageError):
+    """No GPU of that name is in the catalogue; the message suggests the nearest names."""
+
+
+class EnvironmentMissingError(OomproofError):
+    """Something this machine needs is missing; the message says how to get it."""
+
+
+class BuildError(EnvironmentMissingError):
+    """The stand-in libraries could not be compiled."""
+
+
+class ScriptError(OomproofError):
+    """The user's script failed before there was anything to measure."""
+
+
+class CaptureError(OomproofError):
+    """A capture, GPU file or measurement on disk is malformed or too new."""

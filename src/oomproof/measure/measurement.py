@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+import reprlib
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -33,8 +37,8 @@ class Peak:
     """The highest allocated memory and where it was.
 
     ``allocated_bytes`` and ``reserved_bytes`` are ``torch.cuda.max_memory_allocated()`` and
-    ``max_memory_reserved()`` of the observed process. ``device_bytes`` is the highest of reserved plus everything
-    outside the allocator (``Outside``), which is what nvidia-smi would show.
+    ``max_memory_reserved()`` of the observed process. ``device_bytes`` is the highest of reserved plus
+    everything outside the allocator (``Outside``), which is what nvidia-smi would show.
     """
 
     allocated_bytes: int
@@ -73,7 +77,7 @@ class Outside:
     cached_bytes: int = 0  # reserved - allocated at the peak
     context_bytes: int = 0  # estimate from the catalogue
     communication_bytes: int = 0  # estimate: communicators' buffers
-    other_bytes: int = 0  # device allocations made by the program outside PyTorch's allocator, counted exactly
+    other_bytes: int = 0  # the program's own device allocations past PyTorch's allocator, exact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +189,8 @@ class Rank:
 class Measurement:
     """What one run showed.
 
-    With a verdict of "does-not-fit", ``peak`` and ``breakdown`` come from a second run with unlimited memory and
-    ``oom`` from the run on the GPU's memory. With several ranks they are those of the worst one.
+    With a verdict of "does-not-fit", ``peak`` and ``breakdown`` come from a second run with unlimited memory
+    and ``oom`` from the run on the GPU's memory. With several ranks they are those of the worst one.
     """
 
     schema: str = SCHEMA
@@ -221,7 +225,8 @@ class Measurement:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain dicts, lists, strings and numbers; ``from_json`` reads them back."""
-        return dataclasses.asdict(self)
+        plain: dict[str, Any] = _plain(dataclasses.asdict(self))
+        return plain
 
     @classmethod
     def from_json(cls, data: object) -> Measurement:
@@ -230,18 +235,34 @@ class Measurement:
         Unknown keys are ignored, so a file of a later minor tool version still reads.
         """
         if not isinstance(data, dict) or not isinstance(data.get("schema"), str):
-            raise CaptureError("this is no measurement: it has no schema; write one with `oomproof run -o FILE`")
+            raise CaptureError(
+                "this is no measurement: it has no schema; write one with `oomproof run -o FILE`"
+            )
         if data["schema"] != SCHEMA:
             raise CaptureError(
-                f"schema {data['schema']!r} cannot be read, only {SCHEMA!r}; use the oomproof that wrote the file"
+                f"schema {reprlib.repr(data['schema'])} cannot be read, only {SCHEMA!r}; "
+                "use the oomproof that wrote the file"
             )
         return _build(cls, data, "measurement")
+
+
+# Cached: a long run has 100,000 steps, each built from the same class.
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
+_LARGEST = 2**63 - 1
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
 
 
 def _build(kind: type[T], data: object, where: str) -> T:
     if not isinstance(data, dict):
         raise CaptureError(f"{where} should be an object, not {type(data).__name__}; the file is damaged")
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     values: dict[str, Any] = {}
     for item in dataclasses.fields(kind):  # type: ignore[arg-type]
         if item.name in data:
@@ -264,12 +285,22 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return tuple(_convert(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     if origin is Literal:
         if value not in arguments:
-            raise CaptureError(f"{where} is {value!r}, not one of {', '.join(arguments)}; the file is damaged")
+            raise CaptureError(
+                f"{where} is {reprlib.repr(value)}, not one of {', '.join(arguments)}; the file is damaged"
+            )
         return value
     if dataclasses.is_dataclass(hint):
         return _build(hint, value, where)  # type: ignore[arg-type]
+    if type(value) is int and hint in (int, float) and abs(value) > _LARGEST:
+        raise CaptureError(f"{where} is out of range; the file is damaged")
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
-        raise CaptureError(f"{where} should be {hint.__name__}, not {type(value).__name__}; the file is damaged")
+        raise CaptureError(
+            f"{where} should be {hint.__name__}, not {type(value).__name__}; the file is damaged"
+        )
+    if hint is float and not math.isfinite(value):
+        raise CaptureError(f"{where} is {value}, not a finite number; the file is damaged")
+    if hint is int and value < 0 and where.endswith("_bytes"):
+        raise CaptureError(f"{where} is below zero; the file is damaged")
     return value

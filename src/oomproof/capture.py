@@ -1,0 +1,220 @@
+"""The capture: one zip file ``NAME.oomp`` with ``measurement.json`` and, when asked for, ``snapshot.pickle``.
+
+A capture is written to a temporary name beside its place and renamed, so that a file of its name is whole.
+What is read is untrusted: sizes are checked before and while inflating, and the schema before anything else.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import secrets
+import shutil
+import stat
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from oomproof.errors import CaptureError, EnvironmentMissingError, UsageError
+from oomproof.measure.measurement import Measurement
+
+MEASUREMENT_MEMBER = "measurement.json"
+SNAPSHOT_MEMBER = "snapshot.pickle"
+MAX_MEASUREMENT_BYTES = 64 * 2**20  # uncompressed
+
+_CHUNK_BYTES = 2**16
+_MAX_READ_BYTES = (
+    2**20
+)  # the largest single read: zipfile reads the table of contents at once, whatever its size
+_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    NotImplementedError,  # a compression method that zipfile does not know
+    ValueError,  # a member name that is no text
+    OSError,  # a seek before the file's start
+    OverflowError,  # a seek past 2^63
+)
+
+
+def write_capture(
+    path: str | os.PathLike[str], measurement: Measurement, snapshot: bytes | Path | None = None
+) -> None:
+    """Write ``measurement``, and the memory snapshot if given, to ``path`` in one atomic step.
+
+    ``snapshot`` is PyTorch's pickle, as bytes or as the file that holds it. Raises UsageError when
+    the place cannot be written or the snapshot not read, EnvironmentMissingError when the disk is full; what
+    was at ``path`` before is then still there.
+    """
+    text = json.dumps(measurement.to_json(), indent=2, allow_nan=False).encode() + b"\n"
+    if len(text) > MAX_MEASUREMENT_BYTES:
+        raise CaptureError(
+            f"{path}: the measurement is over 64 MiB of JSON; measure fewer steps with --steps"
+        )
+    with _replacing(Path(path)) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(_member(MEASUREMENT_MEMBER), text)
+        if snapshot is None:
+            return
+        with (
+            _open_snapshot(snapshot) as source,
+            archive.open(_member(SNAPSHOT_MEMBER), "w", force_zip64=True) as sink,
+        ):
+            shutil.copyfileobj(source, sink, 2**20)
+
+
+def read_capture(path: str | os.PathLike[str]) -> Measurement:
+    """Return the Measurement in the capture at ``path``, or in a plain JSON file as ``--json`` prints it.
+
+    Raises UsageError when there is no such file, and CaptureError when it is not what it should be.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise UsageError(f"{path} is no regular file; give a capture written with `oomproof run -o FILE`")
+        with open(path, "rb", buffering=0) as raw, _Limited(raw) as file:
+            text = _read_text(file)
+    except CaptureError as error:
+        raise CaptureError(f"{path}: {error}") from None
+    except FileNotFoundError:
+        raise UsageError(f"{path} does not exist; write a capture with `oomproof run -o FILE`") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}; check its permissions") from None
+    return _parse(path, text)
+
+
+def _read_text(file: io.BufferedReader) -> bytes:
+    magic = file.read(64)
+    file.seek(0)
+    if magic.startswith(b"PK"):
+        return _read_member(file)
+    if magic.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
+        return _read_limited(file, MEASUREMENT_MEMBER)
+    what = "it is not a capture" if magic else "it is empty"
+    raise CaptureError(f"{what}; write one with `oomproof run -o FILE`")
+
+
+def _read_member(file: BinaryIO) -> bytes:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            found = [item for item in archive.infolist() if item.filename == MEASUREMENT_MEMBER]
+            if not found:
+                raise CaptureError(
+                    f"it is a zip without {MEASUREMENT_MEMBER}, so not a capture; "
+                    "write one with `oomproof run -o FILE`"
+                )
+            if len(found) > 1 or found[0].flag_bits & 1:
+                raise CaptureError("no oomproof wrote this zip; write a capture with `oomproof run -o FILE`")
+            if found[0].file_size > MAX_MEASUREMENT_BYTES:
+                _too_large(MEASUREMENT_MEMBER)
+            with archive.open(found[0]) as member:
+                return _read_limited(member, MEASUREMENT_MEMBER)
+    except _DAMAGE:
+        raise CaptureError(
+            "it is cut short or damaged; copy it again, or write it anew with `oomproof run -o FILE`"
+        ) from None
+
+
+def _read_limited(file: Any, what: str) -> bytes:
+    chunks: list[bytes] = []
+    size_bytes = 0
+    while chunk := file.read(_CHUNK_BYTES):
+        size_bytes += len(chunk)
+        if size_bytes > MAX_MEASUREMENT_BYTES:
+            _too_large(what)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _parse(path: str | os.PathLike[str], text: bytes) -> Measurement:
+    try:
+        data = json.loads(text.decode("utf-8-sig"))
+    except (
+        ValueError,
+        RecursionError,
+    ):  # ValueError: also bytes that are no UTF-8 and integers of 4,300 digits
+        raise CaptureError(
+            f"{path}: its {MEASUREMENT_MEMBER} is not JSON; write it anew with `oomproof run -o FILE`"
+        ) from None
+    try:
+        return Measurement.from_json(data)
+    except CaptureError as error:
+        raise CaptureError(f"{path}: {error}") from None
+
+
+class _Limited(io.BufferedReader):
+    """A file that refuses the large reads that a forged table of contents asks of zipfile."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > _MAX_READ_BYTES:
+            _too_large("the table of contents")
+        return super().read(size)
+
+
+def _too_large(what: str) -> NoReturn:
+    raise CaptureError(f"{what} is larger than any measurement; write it anew with `oomproof run -o FILE`")
+
+
+def _member(name: str) -> zipfile.ZipInfo:
+    info = zipfile.ZipInfo(name)  # its fixed date makes equal measurements equal files
+    info.compress_type = zipfile.ZIP_DEFLATED
+    info.external_attr = 0o644 << 16
+    return info
+
+
+@contextmanager
+def _open_snapshot(snapshot: bytes | Path) -> Iterator[BinaryIO]:
+    if isinstance(snapshot, bytes):
+        yield io.BytesIO(snapshot)
+        return
+    try:
+        file = snapshot.open("rb")
+    except OSError as error:
+        raise UsageError(
+            f"the snapshot {snapshot} cannot be read: {error.strerror}; give the right path"
+        ) from None
+    with file:
+        yield file
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yield a temporary file in the folder of ``path`` that takes its place once whole and on disk."""
+    target = Path(os.path.realpath(path))  # a link stays a link
+    temporary = target.with_name(f".oomproof-{secrets.token_hex(6)}.tmp")
+    try:
+        if target.exists() and not target.is_file():  # /dev/null must not be renamed away
+            raise UsageError(f"{path} is no regular file; name a file for the capture, such as run.oomp")
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        _sync_folder(target.parent)
+    except FileNotFoundError:
+        raise UsageError(
+            f"{path} cannot be written: there is no folder {target.parent}; create it first"
+        ) from None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise EnvironmentMissingError(
+                f"{path}: no room left on the disk; free some, or write elsewhere"
+            ) from None
+        raise UsageError(f"{path} cannot be written: {error.strerror}; choose another place") from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    with suppress(OSError):  # some network file systems refuse to sync a folder; the file itself is on disk
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

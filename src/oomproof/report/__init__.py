@@ -1,0 +1,1 @@
+"""Showing a Measurement: on a terminal (``terminal``) and as JSON (``json_output``)."""

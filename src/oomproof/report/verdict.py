@@ -1,0 +1,105 @@
+"""The first line of a report: whether it fits, and by how much."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from oomproof.measure.measurement import Measurement
+from oomproof.report.words import is_untouched, plural
+from oomproof.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headline:
+    """The verdict in capitals, the sentence after it, and the colour of both."""
+
+    verdict: str
+    detail: str
+    colour: str
+
+
+def device_bounds(measurement: Measurement) -> tuple[int, int]:
+    """Return the lowest and highest device memory, in bytes, that the ranges allow for the peak.
+
+    The peak holds the estimates in ``outside`` for the context and for communication, and the low end of
+    every other range.
+    """
+    outside = measurement.outside
+    held = {"context": outside.context_bytes, "communication": outside.communication_bytes}
+    low = high = measurement.peak.device_bytes
+    for item in measurement.ranges:
+        at = held.get(item.what, item.low_bytes)
+        low += min(0, item.low_bytes - at)
+        high += max(0, item.high_bytes - at)
+    return max(0, low), high
+
+
+def headline(measurement: Measurement) -> Headline:
+    """Return the verdict as a person should read it."""
+    if is_untouched(measurement):
+        verdict = {"fits": "FITS", "does-not-fit": "DOES NOT FIT"}.get(measurement.verdict, "UNKNOWN")
+        return Headline(
+            verdict=verdict, detail="the script never used the GPU" + _ended(measurement), colour="yellow"
+        )
+    if measurement.verdict == "fits":
+        return _fits(measurement)
+    if measurement.verdict == "does-not-fit":
+        return _does_not_fit(measurement)
+    return Headline(
+        verdict="UNKNOWN",
+        detail=f"{_figures(measurement, 'peak so far')}{_ended(measurement)}",
+        colour="yellow",
+    )
+
+
+def _fits(measurement: Measurement) -> Headline:
+    spare = measurement.gpu.memory_bytes - measurement.peak.device_bytes
+    figures = f"{_figures(measurement)} ({format_bytes(spare)} to spare)"
+    _, high = device_bounds(measurement)
+    if high > measurement.gpu.memory_bytes:
+        reach = f": the range reaches past the GPU, to {format_bytes(high)}"
+        return Headline(verdict="FITS, BUT ONLY JUST", detail=figures + reach, colour="yellow")
+    if measurement.allocator.retries:
+        retries = plural(measurement.allocator.retries, "time")
+        reach = f": the allocator had to give back its cache {retries} to go on, which costs speed"
+        return Headline(verdict="FITS, BUT ONLY JUST", detail=figures + reach, colour="yellow")
+    return Headline(verdict="FITS", detail=figures, colour="green")
+
+
+def _does_not_fit(measurement: Measurement) -> Headline:
+    over = measurement.peak.device_bytes - measurement.gpu.memory_bytes
+    if over <= 0:
+        requested = measurement.oom.requested_bytes if measurement.oom else None
+        what = "an allocation" if requested is None else f"an allocation of {format_bytes(requested)}"
+        return Headline(
+            verdict="DOES NOT FIT",
+            detail=f"{_figures(measurement)}: no room for {what} along the way",
+            colour="red",
+        )
+    low, _ = device_bounds(measurement)
+    maybe = (
+        f": the low end of the range, {format_bytes(low)}, would fit"
+        if low <= measurement.gpu.memory_bytes
+        else ""
+    )
+    return Headline(
+        verdict="DOES NOT FIT",
+        detail=f"{_figures(measurement)} ({format_bytes(over)} over){maybe}",
+        colour="red",
+    )
+
+
+def _figures(measurement: Measurement, what: str = "peak") -> str:
+    peak, gpu, world = measurement.peak, measurement.gpu, measurement.world
+    rank = f", rank {world.rank} of {world.size}" if world.size > 1 else ""
+    return f"{what} {format_bytes(peak.device_bytes)} of {format_bytes(gpu.memory_bytes)} on {gpu.name}{rank}"
+
+
+def _ended(measurement: Measurement) -> str:
+    code = "" if measurement.exit_code is None else f" (exit code {measurement.exit_code})"
+    return {
+        "raised": f"; the script raised an error{code}",
+        "exited": f"; the script exited early{code}",
+        "interrupted": "; it was interrupted",
+        "oom": "; it ran out of memory",
+    }.get(measurement.ended, "")

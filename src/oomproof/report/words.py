@@ -1,0 +1,104 @@
+"""The report's sentences: places, counts, and text from elsewhere made safe for a terminal."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+
+from oomproof.measure.measurement import Measurement, Phase
+from oomproof.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextCommand:
+    """What to type next, and why."""
+
+    reason: str
+    command: str
+
+
+def clean(text: str, encoding: str = "utf-8", *, limit: int | None = None) -> str:
+    """Return ``text`` on one line, with whatever the terminal could obey or not encode written as an escape.
+
+    Module names, messages and commands come from scripts and files; none may move the cursor or set colours.
+    With ``limit``, text longer than that many characters is cut there and ends in "...".
+    """
+    line = " ".join(text.split())
+    line = "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in line
+    )
+    line = line.encode(encoding, "backslashreplace").decode(encoding)
+    return line if limit is None or len(line) <= limit else line[: limit - 3].rstrip() + "..."
+
+
+def exact(size_bytes: int) -> str:
+    """Return every digit of a size: ``57,982,058,496 bytes``."""
+    return f"{size_bytes:,} bytes"
+
+
+def span(low_bytes: int, high_bytes: int) -> str:
+    """Return a range for a person: ``400.0 MiB to 660.0 MiB``."""
+    return f"{format_bytes(low_bytes)} to {format_bytes(high_bytes)}"
+
+
+def share(part: int, whole: int) -> str:
+    """Return ``part`` as a percentage of ``whole``; a part that is there never shows as 0 %."""
+    percent = 100 * part / whole if whole else 0.0
+    return "<1 %" if 0 < percent < 0.5 else f"{percent:.0f} %"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return ``1 retry``, ``no retries``, ``2 steps``."""
+    if count == 1:
+        return f"1 {noun}"
+    many = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
+    return f"{count:,} {many}" if count else f"no {many}"
+
+
+def place(step: int | None, phase: Phase | None, module: str | None) -> str:
+    """Return where something happened, as far as it is known."""
+    parts = []
+    if step is not None:
+        parts.append(f"step {step}")
+    if phase is not None:
+        parts.append("other phase" if phase == "other" else phase)
+    if module:
+        parts.append(f"in {module}")
+    return ", ".join(parts) or "not known"
+
+
+def is_untouched(measurement: Measurement) -> bool:
+    """Return True when the script took no memory on the GPU at all."""
+    peak = measurement.peak
+    return not (peak.allocated_bytes or peak.reserved_bytes or measurement.outside.other_bytes)
+
+
+def next_command(measurement: Measurement, *, saved: bool, larger_gpu: str | None) -> NextCommand:
+    """Return what to type after this report; ``saved`` when it is in a capture already."""
+    if is_untouched(measurement):
+        return NextCommand(
+            reason="move the model to the GPU in the script, then", command=_run(measurement, "")
+        )
+    if measurement.verdict == "unknown":
+        reason = {
+            "raised": "mend the script, then",
+            "exited": "see why the script exited early, then",
+            "interrupted": "let it run to its end",
+        }.get(measurement.ended, "run it again and keep what it shows")
+        return NextCommand(reason=reason, command=_run(measurement, "-o FILE"))
+    if measurement.verdict == "does-not-fit" and larger_gpu is not None:
+        return NextCommand(
+            reason=f"see whether it fits {larger_gpu}",
+            command=_run(measurement, f"--gpu {shlex.quote(larger_gpu)}"),
+        )
+    if measurement.verdict == "does-not-fit":
+        reason = "see whether it fits a larger GPU (oomproof gpus lists them)"
+    elif saved:
+        reason = "see whether a smaller GPU would do (oomproof gpus lists them)"
+    else:
+        return NextCommand(reason="keep this measurement in a file", command=_run(measurement, "-o FILE"))
+    return NextCommand(reason=reason, command=_run(measurement, "--gpu NAME"))
+
+
+def _run(measurement: Measurement, option: str) -> str:
+    return " ".join(filter(None, ("oomproof run", option, "--", shlex.join(measurement.command))))

@@ -1,0 +1,131 @@
+"""The device library seen from Python: describing the GPUs, and reading what happened on them.
+
+Standard library only: this runs inside the user's interpreter. The structures repeat ``driver/device.h``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+EVENT_WORKSPACE = 1
+EVENT_COMMUNICATION = 2
+EVENT_OPTIONAL_WORKSPACE = 3
+
+
+class GPUStruct(ctypes.Structure):
+    """``struct oom_gpu``: one GPU as its driver would describe it."""
+
+    _fields_ = (
+        ("name", ctypes.c_char * 256),
+        ("memory", ctypes.c_uint64),
+        ("nvml_memory", ctypes.c_uint64),
+        ("context", ctypes.c_uint64),
+        ("l2", ctypes.c_uint64),
+        ("shared_per_block", ctypes.c_uint64),
+        ("shared_per_block_optin", ctypes.c_uint64),
+        ("shared_per_sm", ctypes.c_uint64),
+        ("shared_reserved", ctypes.c_uint64),
+        ("major", ctypes.c_int32),
+        ("minor", ctypes.c_int32),
+        ("sm_count", ctypes.c_int32),
+        ("threads_per_sm", ctypes.c_int32),
+        ("blocks_per_sm", ctypes.c_int32),
+        ("registers_per_sm", ctypes.c_int32),
+        ("clock_khz", ctypes.c_int32),
+        ("memory_clock_khz", ctypes.c_int32),
+        ("bus_bits", ctypes.c_int32),
+        ("binary_version", ctypes.c_int32),
+        ("mig", ctypes.c_int32),
+        ("pad", ctypes.c_int32),
+    )
+
+
+class EventStruct(ctypes.Structure):
+    """``struct oom_event``: something a library did that the observer wants to know."""
+
+    _fields_ = (
+        ("time_ns", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("size", ctypes.c_uint64),
+        ("kind", ctypes.c_int32),
+        ("device", ctypes.c_int32),
+        ("what", ctypes.c_char * 64),
+    )
+
+
+READ_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t)
+
+
+class Device:
+    """The loaded device library."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._callback: Any = None  # keeps the ctypes trampoline alive
+        library.oom_process_peak.restype = ctypes.c_uint64
+        library.oom_process_used.restype = ctypes.c_uint64
+        library.oom_host_peak.restype = ctypes.c_uint64
+        library.oom_events.restype = ctypes.c_size_t
+        library.oom_is_device_address.argtypes = (ctypes.c_void_p,)
+        library.oom_fill.argtypes = (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_size_t)
+        library.oom_fill.restype = None
+
+    def configure(
+        self,
+        gpus: Iterable[Mapping[str, Any]],
+        *,
+        state_path: str | None,
+        unlimited: bool,
+        rising_addresses: bool,
+        keep_bytes: int,
+        driver_version: int,
+    ) -> None:
+        """Describe the GPUs; each mapping has the fields of ``GPUStruct``. Before any CUDA call."""
+        structs = [GPUStruct(**{k: v.encode() if isinstance(v, str) else v for k, v in g.items()}) for g in gpus]
+        array = (GPUStruct * len(structs))(*structs)
+        path = state_path.encode() if state_path else None
+        self._library.oom_configure(
+            array,
+            len(structs),
+            ctypes.c_char_p(path),
+            int(unlimited),
+            int(rising_addresses),
+            ctypes.c_uint64(keep_bytes),
+            driver_version,
+        )
+
+    def set_binary_version(self, version: int) -> None:
+        """Say which architecture torch's kernels were compiled for, 86 for sm_86."""
+        self._library.oom_set_binary_version(version)
+
+    def process_peak(self, device: int) -> int:
+        """Return the most bytes this process had on the device, its context included."""
+        return int(self._library.oom_process_peak(device))
+
+    def host_peak(self) -> int:
+        """Return the most bytes of pinned host memory this process had."""
+        return int(self._library.oom_host_peak())
+
+    def zero(self, address: int, size: int) -> None:
+        """Make ``size`` bytes at a device address read as zeros."""
+        self._library.oom_fill(address, 0, 1, size)
+
+    def is_device_address(self, address: int) -> bool:
+        """Return whether the address lies in the phantom's memory."""
+        return bool(self._library.oom_is_device_address(address))
+
+    def on_read(self, callback: Callable[[int, int], None] | None) -> None:
+        """Call ``callback(address, size)`` before each copy from the device to the host."""
+        self._callback = READ_CALLBACK(callback) if callback else READ_CALLBACK()
+        self._library.oom_on_read(self._callback)
+
+    def take_events(self) -> list[tuple[int, int, int, int, int, str]]:
+        """Return and forget the events so far: (time in ns, kind, device, address, bytes, what)."""
+        taken: list[tuple[int, int, int, int, int, str]] = []
+        buffer = (EventStruct * 1024)()
+        while count := self._library.oom_events(buffer, len(buffer)):
+            for event in buffer[:count]:
+                taken.append((event.time_ns, event.kind, event.device, event.address, event.size, event.what.decode()))
+        return taken

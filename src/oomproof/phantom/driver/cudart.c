@@ -1,0 +1,954 @@
+/* libcudart: the CUDA runtime. Kernels are not run; everything that has an answer gives one. */
+#define _GNU_SOURCE
+#include "device.h"
+
+#include <cuda_runtime_api.h>
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define API __attribute__((visibility("default")))
+
+static _Thread_local cudaError_t last_error = cudaSuccess;
+
+static cudaError_t fail(cudaError_t error) { return last_error = error; }
+
+/* ---- errors and versions ------------------------------------------------------------------------------------------ */
+
+API cudaError_t cudaGetLastError(void) {
+    TRACE();
+    cudaError_t error = last_error;
+    last_error = cudaSuccess;
+    return error;
+}
+
+API cudaError_t cudaPeekAtLastError(void) {
+    TRACE();
+    return last_error;
+}
+
+API const char *cudaGetErrorName(cudaError_t error) {
+    switch (error) {
+    case cudaSuccess: return "cudaSuccess";
+    case cudaErrorInvalidValue: return "cudaErrorInvalidValue";
+    case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
+    case cudaErrorNoDevice: return "cudaErrorNoDevice";
+    case cudaErrorInvalidDevice: return "cudaErrorInvalidDevice";
+    case cudaErrorNotSupported: return "cudaErrorNotSupported";
+    case cudaErrorSymbolNotFound: return "cudaErrorSymbolNotFound";
+    default: return "cudaErrorUnknown";
+    }
+}
+
+API const char *cudaGetErrorString(cudaError_t error) {
+    switch (error) {
+    case cudaSuccess: return "no error";
+    case cudaErrorInvalidValue: return "invalid argument";
+    case cudaErrorMemoryAllocation: return "out of memory";
+    case cudaErrorNoDevice: return "no CUDA-capable device is detected";
+    case cudaErrorInvalidDevice: return "invalid device ordinal";
+    case cudaErrorNotSupported: return "operation not supported";
+    case cudaErrorSymbolNotFound: return "named symbol not found";
+    default: return "unknown error";
+    }
+}
+
+API cudaError_t cudaDriverGetVersion(int *version) {
+    TRACE();
+    *version = oom_driver_version();
+    return cudaSuccess;
+}
+
+API cudaError_t cudaRuntimeGetVersion(int *version) {
+    TRACE();
+    *version = CUDART_VERSION;
+    return cudaSuccess;
+}
+
+/* ---- devices --------------------------------------------------------------------------------------------------------- */
+
+API cudaError_t cudaGetDeviceCount(int *count) {
+    TRACE();
+    *count = oom_device_count();
+    return *count ? cudaSuccess : fail(cudaErrorNoDevice);
+}
+
+API cudaError_t cudaGetDevice(int *device) {
+    TRACE();
+    *device = oom_current_device();
+    return oom_device_count() ? cudaSuccess : fail(cudaErrorNoDevice);
+}
+
+API cudaError_t cudaSetDevice(int device) {
+    TRACE();
+    return oom_set_current_device(device) == 0 ? cudaSuccess : fail(cudaErrorInvalidDevice);
+}
+
+/* ATen sizes grids, temporaries and the cuBLAS workspace from these, so they must be the named GPU's. */
+API cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *prop, int device) {
+    TRACE();
+    const struct oom_gpu *gpu = oom_gpu(device);
+    if (!gpu) return fail(cudaErrorInvalidDevice);
+    memset(prop, 0, sizeof *prop);
+    snprintf(prop->name, sizeof prop->name, "%s", gpu->name);
+    oom_uuid(oom_physical_index(device), (unsigned char *)&prop->uuid);
+    prop->totalGlobalMem = gpu->memory;
+    prop->sharedMemPerBlock = gpu->shared_per_block;
+    prop->sharedMemPerBlockOptin = gpu->shared_per_block_optin;
+    prop->sharedMemPerMultiprocessor = gpu->shared_per_sm;
+    prop->reservedSharedMemPerBlock = gpu->shared_reserved;
+    prop->regsPerBlock = 65536;
+    prop->regsPerMultiprocessor = gpu->registers_per_sm;
+    prop->warpSize = 32;
+    prop->memPitch = 2147483647;
+    prop->maxThreadsPerBlock = 1024;
+    prop->maxThreadsDim[0] = prop->maxThreadsDim[1] = 1024;
+    prop->maxThreadsDim[2] = 64;
+    prop->maxGridSize[0] = 2147483647;
+    prop->maxGridSize[1] = prop->maxGridSize[2] = 65535;
+    prop->totalConstMem = 65536;
+    prop->major = gpu->major;
+    prop->minor = gpu->minor;
+    prop->textureAlignment = 512;
+    prop->texturePitchAlignment = 32;
+    prop->multiProcessorCount = gpu->sm_count;
+    prop->canMapHostMemory = 1;
+    prop->surfaceAlignment = 512;
+    prop->concurrentKernels = 1;
+    prop->pciBusID = oom_physical_index(device) + 1;
+    prop->asyncEngineCount = 3;
+    prop->unifiedAddressing = 1;
+    prop->memoryBusWidth = gpu->bus_bits;
+    prop->l2CacheSize = (int)gpu->l2;
+    prop->persistingL2CacheMaxSize = (int)(gpu->major >= 8 ? gpu->l2 * 3 / 4 : 0);
+    prop->maxThreadsPerMultiProcessor = gpu->threads_per_sm;
+    prop->streamPrioritiesSupported = 1;
+    prop->globalL1CacheSupported = prop->localL1CacheSupported = 1;
+    prop->managedMemory = 1;
+    prop->hostNativeAtomicSupported = 0;
+    prop->concurrentManagedAccess = 1;
+    prop->computePreemptionSupported = 1;
+    prop->canUseHostPointerForRegisteredMem = 1;
+    prop->cooperativeLaunch = 1;
+    prop->maxBlocksPerMultiProcessor = gpu->blocks_per_sm;
+    prop->hostRegisterSupported = 1;
+    prop->memoryPoolsSupported = 1;
+    prop->unifiedFunctionPointers = 0;
+#if CUDART_VERSION < 13000
+    prop->clockRate = gpu->clock_khz;
+    prop->memoryClockRate = gpu->memory_clock_khz;
+    prop->deviceOverlap = 1;
+    prop->cooperativeMultiDeviceLaunch = 1;
+#endif
+    return cudaSuccess;
+}
+
+API cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device) {
+    TRACE();
+    const struct oom_gpu *gpu = oom_gpu(device);
+    if (!gpu) return fail(cudaErrorInvalidDevice);
+    /* the driver API numbers the same attributes the same way; libcuda's table answers for both */
+    static int (*get)(int *, int, int);
+    if (!get) {
+        void *driver = dlopen("libcuda.so.1", RTLD_LAZY);
+        get = driver ? (int (*)(int *, int, int))dlsym(driver, "cuDeviceGetAttribute") : NULL;
+        if (!get) return fail(cudaErrorUnknown);
+    }
+    return get(value, (int)attribute, device) == 0 ? cudaSuccess : fail(cudaErrorInvalidValue);
+}
+
+API cudaError_t cudaDeviceGetPCIBusId(char *text, int length, int device) {
+    TRACE();
+    if (!oom_gpu(device)) return fail(cudaErrorInvalidDevice);
+    char full[32];
+    oom_pci_bus_id(oom_physical_index(device), full, sizeof full);
+    snprintf(text, (size_t)length, "%s", full + 4); /* the runtime's domain has four digits, NVML's eight */
+    return cudaSuccess;
+}
+
+API cudaError_t cudaDeviceGetByPCIBusId(int *device, const char *text) {
+    TRACE();
+    for (int i = 0; i < oom_device_count(); i++) {
+        char full[32];
+        oom_pci_bus_id(oom_physical_index(i), full, sizeof full);
+        if (strstr(full, text)) {
+            *device = i;
+            return cudaSuccess;
+        }
+    }
+    return fail(cudaErrorInvalidDevice);
+}
+
+API cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+    TRACE();
+    if (least) *least = 0;
+    if (greatest) *greatest = -5;
+    return cudaSuccess;
+}
+
+API cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) {
+    TRACE();
+    *can = device != peer && oom_gpu(device) && oom_gpu(peer);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaDeviceGetP2PAttribute(int *value, enum cudaDeviceP2PAttr attribute, int source, int target) {
+    TRACE();
+    (void)attribute;
+    *value = source != target;
+    return cudaSuccess;
+}
+
+API cudaError_t cudaDeviceGetLimit(size_t *value, enum cudaLimit limit) {
+    TRACE();
+    *value = limit == cudaLimitStackSize ? 1024 : limit == cudaLimitMallocHeapSize ? 8u << 20 : 0;
+    return cudaSuccess;
+}
+
+API cudaError_t cudaGetDeviceFlags(unsigned *flags) {
+    TRACE();
+    *flags = 0;
+    return cudaSuccess;
+}
+
+/* ---- streams, events, capture ------------------------------------------------------------------------------------------- */
+
+struct stream {
+    int priority;
+    unsigned flags;
+    unsigned long long capture_id; /* 0: not capturing */
+    void *graph;
+};
+
+static unsigned long long capture_count;
+
+static struct stream *real_stream(cudaStream_t stream) {
+    return (uintptr_t)stream > 16 ? (struct stream *)stream : NULL; /* 0, 1 and 2 are the default streams */
+}
+
+static cudaError_t new_stream(cudaStream_t *stream, unsigned flags, int priority) {
+    struct stream *made = (struct stream *)oom_new_handle();
+    if (!made) return fail(cudaErrorMemoryAllocation);
+    oom_ensure_context(oom_current_device());
+    made->flags = flags;
+    made->priority = priority < -5 ? -5 : priority > 0 ? 0 : priority;
+    *stream = (cudaStream_t)made;
+    return cudaSuccess;
+}
+
+API cudaError_t cudaStreamCreate(cudaStream_t *stream) {
+    TRACE();
+    return new_stream(stream, 0, 0);
+}
+
+API cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
+    TRACE();
+    return new_stream(stream, flags, 0);
+}
+
+API cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
+    TRACE();
+    return new_stream(stream, flags, priority);
+}
+
+API cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    TRACE();
+    if (real_stream(stream)) oom_free_handle((uint64_t)stream);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
+    TRACE();
+    *priority = real_stream(stream) ? real_stream(stream)->priority : 0;
+    return cudaSuccess;
+}
+
+API cudaError_t cudaStreamGetFlags(cudaStream_t stream, unsigned *flags) {
+    TRACE();
+    *flags = real_stream(stream) ? real_stream(stream)->flags : 0;
+    return cudaSuccess;
+}
+
+API cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long *id) {
+    TRACE();
+    *id = (unsigned long long)stream;
+    return cudaSuccess;
+}
+
+/* A callback runs at once: nothing on the phantom is ever still running. */
+API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
+    TRACE();
+    if (!real_stream(stream) || !real_stream(stream)->capture_id) function(data);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t callback, void *data, unsigned flags) {
+    TRACE();
+    (void)flags;
+    callback(stream, cudaSuccess, data);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) {
+    TRACE();
+    (void)mode;
+    struct stream *real = real_stream(stream);
+    if (!real) return fail(cudaErrorStreamCaptureUnsupported);
+    real->capture_id = __atomic_add_fetch(&capture_count, 1, __ATOMIC_SEQ_CST);
+    real->graph = (void *)oom_new_handle();
+    return cudaSuccess;
+}
+
+API cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
+    TRACE();
+    struct stream *real = real_stream(stream);
+    if (!real || !real->capture_id) return fail(cudaErrorIllegalState);
+    *graph = (cudaGraph_t)real->graph;
+    real->capture_id = 0;
+    real->graph = NULL;
+    return cudaSuccess;
+}
+
+API cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
+    TRACE();
+    struct stream *real = real_stream(stream);
+    *status = real && real->capture_id ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    return cudaSuccess;
+}
+
+static void capture_info(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id,
+                         cudaGraph_t *graph, const cudaGraphNode_t **dependencies, size_t *count) {
+    struct stream *real = real_stream(stream);
+    int capturing = real && real->capture_id;
+    *status = capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    if (id) *id = capturing ? real->capture_id : 0;
+    if (graph) *graph = capturing ? (cudaGraph_t)real->graph : NULL;
+    if (dependencies) *dependencies = NULL;
+    if (count) *count = 0;
+}
+
+#if CUDART_VERSION >= 13000
+API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
+                                         unsigned long long *id, cudaGraph_t *graph,
+                                         const cudaGraphNode_t **dependencies, const cudaGraphEdgeData **edges,
+                                         size_t *count) {
+    TRACE();
+    if (edges) *edges = NULL;
+    capture_info(stream, status, id, graph, dependencies, count);
+    return cudaSuccess;
+}
+#else
+API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
+                                         unsigned long long *id, cudaGraph_t *graph,
+                                         const cudaGraphNode_t **dependencies, size_t *count) {
+    TRACE();
+    capture_info(stream, status, id, graph, dependencies, count);
+    return cudaSuccess;
+}
+#endif
+
+API cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) {
+    static _Thread_local enum cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;
+    TRACE();
+    enum cudaStreamCaptureMode before = current;
+    current = *mode;
+    *mode = before;
+    return cudaSuccess;
+}
+
+struct event {
+    uint64_t time_ns;
+};
+
+static cudaError_t new_event(cudaEvent_t *event) {
+    *event = (cudaEvent_t)oom_new_handle();
+    return *event ? cudaSuccess : fail(cudaErrorMemoryAllocation);
+}
+
+API cudaError_t cudaEventCreate(cudaEvent_t *event) {
+    TRACE();
+    return new_event(event);
+}
+
+API cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
+    TRACE();
+    (void)flags;
+    return new_event(event);
+}
+
+API cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    TRACE();
+    oom_free_handle((uint64_t)event);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    TRACE();
+    (void)stream;
+    ((struct event *)event)->time_ns = oom_now_ns();
+    return cudaSuccess;
+}
+
+API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
+    TRACE();
+    (void)stream, (void)flags;
+    ((struct event *)event)->time_ns = oom_now_ns();
+    return cudaSuccess;
+}
+
+/* Host time between the records: it says nothing of the GPU, but it is above zero, so nobody divides by it. */
+API cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEvent_t end) {
+    TRACE();
+    int64_t elapsed = (int64_t)(((struct event *)end)->time_ns - ((struct event *)start)->time_ns);
+    *milliseconds = elapsed > 1000 ? (float)elapsed / 1e6f : 1e-3f;
+    return cudaSuccess;
+}
+
+/* ---- graphs ------------------------------------------------------------------------------------------------------------------ */
+
+API cudaError_t cudaGraphCreate(cudaGraph_t *graph, unsigned flags) {
+    TRACE();
+    (void)flags;
+    *graph = (cudaGraph_t)oom_new_handle();
+    return cudaSuccess;
+}
+
+API cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+    TRACE();
+    oom_free_handle((uint64_t)graph);
+    return cudaSuccess;
+}
+
+/* One node, so that torch does not warn of an empty graph. */
+API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) {
+    TRACE();
+    if (nodes && *count) nodes[0] = (cudaGraphNode_t)graph;
+    *count = 1;
+    return cudaSuccess;
+}
+
+API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long flags) {
+    TRACE();
+    (void)graph, (void)flags;
+    *exec = (cudaGraphExec_t)oom_new_handle();
+    return cudaSuccess;
+}
+
+API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+    TRACE();
+    oom_free_handle((uint64_t)exec);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaUserObjectCreate(cudaUserObject_t *object, void *pointer, cudaHostFn_t destroy, unsigned count,
+                                     unsigned flags) {
+    TRACE();
+    (void)pointer, (void)destroy, (void)count, (void)flags;
+    *object = (cudaUserObject_t)oom_new_handle();
+    return cudaSuccess;
+}
+
+/* ---- memory -------------------------------------------------------------------------------------------------------------------- */
+
+API cudaError_t cudaMalloc(void **pointer, size_t size) {
+    TRACE();
+    *pointer = NULL;
+    if (size == 0) return cudaSuccess;
+    *pointer = oom_alloc(oom_current_device(), size);
+    return *pointer ? cudaSuccess : fail(cudaErrorMemoryAllocation);
+}
+
+API cudaError_t cudaFree(void *pointer) {
+    TRACE();
+    if (!pointer) {
+        oom_ensure_context(oom_current_device()); /* cudaFree(0) is the idiom that creates the context */
+        return cudaSuccess;
+    }
+    return oom_free(pointer, NULL) == 0 ? cudaSuccess : fail(cudaErrorInvalidValue);
+}
+
+API cudaError_t cudaMallocManaged(void **pointer, size_t size, unsigned flags) {
+    TRACE();
+    (void)flags;
+    *pointer = oom_host_alloc(size); /* migrates on demand; bitsandbytes' paged optimizers keep state here */
+    return *pointer ? cudaSuccess : fail(cudaErrorMemoryAllocation);
+}
+
+API cudaError_t cudaMallocPitch(void **pointer, size_t *pitch, size_t width, size_t height) {
+    TRACE();
+    *pitch = (width + 511) / 512 * 512;
+    *pointer = oom_alloc(oom_current_device(), *pitch * height);
+    return *pointer ? cudaSuccess : fail(cudaErrorMemoryAllocation);
+}
+
+API cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
+    TRACE();
+    uint64_t free_now = 0, total = 0;
+    oom_memory_info(oom_current_device(), &free_now, &total);
+    *free_bytes = free_now;
+    *total_bytes = total;
+    return total ? cudaSuccess : fail(cudaErrorNoDevice);
+}
+
+API cudaError_t cudaHostAlloc(void **pointer, size_t size, unsigned flags) {
+    TRACE();
+    (void)flags;
+    *pointer = oom_host_alloc(size);
+    return *pointer ? cudaSuccess : fail(cudaErrorMemoryAllocation);
+}
+
+API cudaError_t cudaMallocHost(void **pointer, size_t size) {
+    TRACE();
+    *pointer = oom_host_alloc(size);
+    return *pointer ? cudaSuccess : fail(cudaErrorMemoryAllocation);
+}
+
+API cudaError_t cudaFreeHost(void *pointer) {
+    TRACE();
+    return !pointer || oom_host_free(pointer) == 0 ? cudaSuccess : fail(cudaErrorInvalidValue);
+}
+
+API cudaError_t cudaHostRegister(void *pointer, size_t size, unsigned flags) {
+    TRACE();
+    (void)flags;
+    return oom_host_register(pointer, size) == 0 ? cudaSuccess : fail(cudaErrorMemoryAllocation);
+}
+
+API cudaError_t cudaHostUnregister(void *pointer) {
+    TRACE();
+    return oom_host_unregister(pointer) == 0 ? cudaSuccess : fail(cudaErrorInvalidValue);
+}
+
+API cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned flags) {
+    TRACE();
+    (void)flags;
+    *device = host;
+    return cudaSuccess;
+}
+
+API cudaError_t cudaHostGetFlags(unsigned *flags, void *pointer) {
+    TRACE();
+    void *base;
+    size_t size;
+    *flags = 0;
+    return oom_host_find(pointer, &base, &size) == 0 ? cudaSuccess : fail(cudaErrorInvalidValue);
+}
+
+API cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *pointer) {
+    TRACE();
+    void *base;
+    size_t size;
+    memset(attributes, 0, sizeof *attributes);
+    attributes->device = oom_current_device();
+    if (oom_is_device_address(pointer)) {
+        attributes->type = cudaMemoryTypeDevice;
+        attributes->devicePointer = (void *)pointer;
+        oom_find_allocation(pointer, &base, &size, &attributes->device);
+    } else if (oom_host_find(pointer, &base, &size) == 0) {
+        attributes->type = cudaMemoryTypeHost;
+        attributes->devicePointer = attributes->hostPointer = (void *)pointer;
+    } else {
+        attributes->type = cudaMemoryTypeUnregistered;
+        attributes->device = -2;
+        attributes->hostPointer = (void *)pointer;
+    }
+    return cudaSuccess;
+}
+
+/* Another process's memory: address space here, counted there. */
+struct ipc_handle {
+    uint64_t size, offset;
+};
+
+API cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *pointer) {
+    TRACE();
+    void *base;
+    size_t size;
+    int device;
+    if (oom_find_allocation(pointer, &base, &size, &device) != 0) return fail(cudaErrorInvalidValue);
+    memset(handle, 0, sizeof *handle);
+    struct ipc_handle made = {size, (uint64_t)((char *)pointer - (char *)base)};
+    memcpy(handle, &made, sizeof made);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaIpcOpenMemHandle(void **pointer, cudaIpcMemHandle_t handle, unsigned flags) {
+    TRACE();
+    (void)flags;
+    struct ipc_handle opened;
+    memcpy(&opened, &handle, sizeof opened);
+    *pointer = oom_reserve_addresses(opened.size, 0);
+    return *pointer ? cudaSuccess : fail(cudaErrorMemoryAllocation);
+}
+
+API cudaError_t cudaIpcCloseMemHandle(void *pointer) {
+    TRACE();
+    oom_release_addresses(pointer, 0);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaIpcOpenEventHandle(cudaEvent_t *event, cudaIpcEventHandle_t handle) {
+    TRACE();
+    (void)handle;
+    return new_event(event);
+}
+
+/* ---- copies ------------------------------------------------------------------------------------------------------------------------ */
+
+API cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) {
+    TRACE();
+    (void)kind;
+    oom_copy(to, from, size);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t s) {
+    TRACE();
+    (void)kind, (void)s;
+    oom_copy(to, from, size);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaMemcpyPeer(void *to, int to_device, const void *from, int from_device, size_t size) {
+    TRACE();
+    (void)to_device, (void)from_device;
+    oom_copy(to, from, size);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t size,
+                                    cudaStream_t s) {
+    TRACE();
+    (void)to_device, (void)from_device, (void)s;
+    oom_copy(to, from, size);
+    return cudaSuccess;
+}
+
+static void copy_2d(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width, size_t height) {
+    for (size_t row = 0; row < height; row++) oom_copy(to + row * to_pitch, from + row * from_pitch, width);
+}
+
+API cudaError_t cudaMemcpy2D(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
+                             size_t height, enum cudaMemcpyKind kind) {
+    TRACE();
+    (void)kind;
+    copy_2d(to, to_pitch, from, from_pitch, width, height);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
+                                  size_t height, enum cudaMemcpyKind kind, cudaStream_t s) {
+    TRACE();
+    (void)kind, (void)s;
+    copy_2d(to, to_pitch, from, from_pitch, width, height);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaMemset(void *to, int value, size_t size) {
+    TRACE();
+    oom_fill(to, (uint32_t)(unsigned char)value, 1, size);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaMemsetAsync(void *to, int value, size_t size, cudaStream_t s) {
+    TRACE();
+    (void)s;
+    oom_fill(to, (uint32_t)(unsigned char)value, 1, size);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaMemset2DAsync(void *to, size_t pitch, int value, size_t width, size_t height, cudaStream_t s) {
+    TRACE();
+    (void)s;
+    for (size_t row = 0; row < height; row++) oom_fill((char *)to + row * pitch, (unsigned char)value, 1, width);
+    return cudaSuccess;
+}
+
+/* A device symbol gets address space of its own at the first question; its memory is part of the context. */
+API cudaError_t cudaGetSymbolAddress(void **pointer, const void *symbol) {
+    static struct { const void *symbol; void *pointer; } known[256];
+    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    TRACE();
+    cudaError_t result = cudaErrorMemoryAllocation;
+    pthread_mutex_lock(&lock);
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
+        if (known[i].symbol && known[i].symbol != symbol) continue;
+        if (!known[i].symbol) known[i].pointer = oom_reserve_addresses(2 << 20, 0);
+        known[i].symbol = symbol;
+        *pointer = known[i].pointer;
+        result = *pointer ? cudaSuccess : cudaErrorMemoryAllocation;
+        break;
+    }
+    pthread_mutex_unlock(&lock);
+    return result ? fail(result) : cudaSuccess;
+}
+
+/* ---- memory pools: PYTORCH_ALLOC_CONF=backend:cudaMallocAsync ------------------------------------------------------------------------ */
+
+/* The driver's own pooling is not public; here a pool never fragments and grows in 32 MiB steps. So `reserved` of this
+ * backend is a lower bound, and the report says so. */
+struct pool {
+    int device;
+    uint64_t used, used_high, reserved, reserved_high, threshold;
+};
+
+static struct pool pools[OOM_MAX_DEVICES];
+static pthread_mutex_t pool_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static void pool_trim(struct pool *pool, uint64_t keep) {
+    uint64_t needed = (pool->used + (32u << 20) - 1) / (32u << 20) * (32u << 20);
+    if (needed < keep) needed = keep;
+    if (pool->reserved <= needed) return;
+    oom_discharge(pool->device, pool->reserved - needed);
+    pool->reserved = needed;
+}
+
+API cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *pool, int device) {
+    TRACE();
+    if (!oom_gpu(device)) return fail(cudaErrorInvalidDevice);
+    pools[device].device = device;
+    *pool = (cudaMemPool_t)&pools[device];
+    return cudaSuccess;
+}
+
+API cudaError_t cudaDeviceGetMemPool(cudaMemPool_t *pool, int device) { return cudaDeviceGetDefaultMemPool(pool, device); }
+
+API cudaError_t cudaMallocAsync(void **pointer, size_t size, cudaStream_t stream) {
+    TRACE();
+    (void)stream;
+    struct pool *pool = &pools[oom_current_device()];
+    pool->device = oom_current_device();
+    pthread_mutex_lock(&pool_lock);
+    uint64_t used = pool->used + (size + 511) / 512 * 512;
+    uint64_t needed = (used + (32u << 20) - 1) / (32u << 20) * (32u << 20);
+    *pointer = NULL;
+    if (needed <= pool->reserved || oom_charge(pool->device, needed - pool->reserved) == 0) {
+        *pointer = oom_reserve_addresses(size, 0);
+        pool->used = used;
+        if (needed > pool->reserved) pool->reserved = needed;
+        if (pool->used > pool->used_high) pool->used_high = pool->used;
+        if (pool->reserved > pool->reserved_high) pool->reserved_high = pool->reserved;
+    }
+    pthread_mutex_unlock(&pool_lock);
+    return *pointer ? cudaSuccess : fail(cudaErrorMemoryAllocation);
+}
+
+API cudaError_t cudaFreeAsync(void *pointer, cudaStream_t stream) {
+    TRACE();
+    (void)stream;
+    void *base;
+    size_t size;
+    int device;
+    if (oom_find_allocation(pointer, &base, &size, &device) != 0) return fail(cudaErrorInvalidValue);
+    oom_release_addresses(pointer, size);
+    struct pool *pool = &pools[oom_current_device()];
+    pthread_mutex_lock(&pool_lock);
+    pool->used -= (size + 511) / 512 * 512;
+    pool_trim(pool, pool->threshold);
+    pthread_mutex_unlock(&pool_lock);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaMemPoolTrimTo(cudaMemPool_t handle, size_t keep) {
+    TRACE();
+    pthread_mutex_lock(&pool_lock);
+    pool_trim((struct pool *)handle, keep);
+    pthread_mutex_unlock(&pool_lock);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t handle, enum cudaMemPoolAttr attribute, void *value) {
+    TRACE();
+    struct pool *pool = (struct pool *)handle;
+    if (attribute == cudaMemPoolAttrReleaseThreshold) pool->threshold = *(uint64_t *)value;
+    if (attribute == cudaMemPoolAttrUsedMemHigh) pool->used_high = pool->used;
+    if (attribute == cudaMemPoolAttrReservedMemHigh) pool->reserved_high = pool->reserved;
+    return cudaSuccess;
+}
+
+API cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t handle, enum cudaMemPoolAttr attribute, void *value) {
+    TRACE();
+    struct pool *pool = (struct pool *)handle;
+    switch (attribute) {
+    case cudaMemPoolAttrReleaseThreshold: *(uint64_t *)value = pool->threshold; break;
+    case cudaMemPoolAttrUsedMemCurrent: *(uint64_t *)value = pool->used; break;
+    case cudaMemPoolAttrUsedMemHigh: *(uint64_t *)value = pool->used_high; break;
+    case cudaMemPoolAttrReservedMemCurrent: *(uint64_t *)value = pool->reserved; break;
+    case cudaMemPoolAttrReservedMemHigh: *(uint64_t *)value = pool->reserved_high; break;
+    default: *(int *)value = 1;
+    }
+    return cudaSuccess;
+}
+
+/* ---- kernels -------------------------------------------------------------------------------------------------------------------------- */
+
+/* CUB picks its tuning by binaryVersion; Triton and ATen size blocks by maxThreadsPerBlock. */
+API cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, const void *function) {
+    TRACE();
+    (void)function;
+    const struct oom_gpu *gpu = oom_gpu(oom_current_device());
+    if (!gpu) return fail(cudaErrorNoDevice);
+    memset(attributes, 0, sizeof *attributes);
+    attributes->maxThreadsPerBlock = 1024;
+    attributes->numRegs = 32;
+    attributes->binaryVersion = attributes->ptxVersion = oom_binary_version(oom_current_device());
+    attributes->maxDynamicSharedSizeBytes = (int)gpu->shared_per_block;
+    attributes->preferredShmemCarveout = -1;
+    return cudaSuccess;
+}
+
+static void occupancy(int *blocks, int block_size) {
+    const struct oom_gpu *gpu = oom_gpu(oom_current_device());
+    int threads = gpu ? gpu->threads_per_sm : 1024, most = gpu ? gpu->blocks_per_sm : 16;
+    int fitting = block_size > 0 ? threads / block_size : 1;
+    *blocks = fitting < 1 ? 1 : fitting > most ? most : fitting;
+}
+
+API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *function, int block_size,
+                                                              size_t shared) {
+    TRACE();
+    (void)function, (void)shared;
+    occupancy(blocks, block_size);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *function,
+                                                                       int block_size, size_t shared, unsigned flags) {
+    TRACE();
+    (void)function, (void)shared, (void)flags;
+    occupancy(blocks, block_size);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaOccupancyMaxActiveClusters(int *clusters, const void *function, const cudaLaunchConfig_t *config) {
+    TRACE();
+    (void)function, (void)config;
+    const struct oom_gpu *gpu = oom_gpu(oom_current_device());
+    *clusters = gpu ? gpu->sm_count : 1;
+    return cudaSuccess;
+}
+
+API cudaError_t cudaOccupancyAvailableDynamicSMemPerBlock(size_t *size, const void *function, int blocks, int threads) {
+    TRACE();
+    (void)function, (void)blocks, (void)threads;
+    const struct oom_gpu *gpu = oom_gpu(oom_current_device());
+    *size = gpu ? gpu->shared_per_block : 48 << 10;
+    return cudaSuccess;
+}
+
+struct launch_configuration {
+    dim3 grid, block;
+    size_t shared;
+    void *stream;
+};
+
+static _Thread_local struct launch_configuration pending[16];
+static _Thread_local int pending_count;
+
+/* nvcc's <<<…>>> pushes the configuration and the kernel's host stub pops it. */
+API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void *stream) {
+    TRACE();
+    if (pending_count == 16) return 1;
+    pending[pending_count++] = (struct launch_configuration){grid, block, shared, stream};
+    return 0;
+}
+
+API cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void *stream) {
+    TRACE();
+    if (pending_count == 0) return fail(cudaErrorMissingConfiguration);
+    struct launch_configuration *popped = &pending[--pending_count];
+    *grid = popped->grid;
+    *block = popped->block;
+    *shared = popped->shared;
+    *(void **)stream = popped->stream;
+    return cudaSuccess;
+}
+
+API void **__cudaRegisterFatBinary(void *binary) {
+    static void *registered;
+    registered = binary;
+    return &registered;
+}
+
+API char __cudaInitModule(void **handle) {
+    (void)handle;
+    return 1;
+}
+
+API cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
+    TRACE();
+    *kernel = (cudaKernel_t)function;
+    return cudaSuccess;
+}
+
+API cudaError_t cudaGetKernel(cudaKernel_t *kernel, const void *function) {
+    TRACE();
+    *kernel = (cudaKernel_t)function;
+    return cudaSuccess;
+}
+
+API cudaError_t cudaGetFuncBySymbol(cudaFunction_t *function, const void *symbol) {
+    TRACE();
+    *function = (cudaFunction_t)symbol;
+    return cudaSuccess;
+}
+
+#if CUDART_VERSION >= 12080
+API cudaError_t cudaLibraryLoadData(cudaLibrary_t *library, const void *code, enum cudaJitOption *jit, void **jit_values,
+                                    unsigned jit_count, enum cudaLibraryOption *options, void **values,
+                                    unsigned count) {
+    TRACE();
+    (void)code, (void)jit, (void)jit_values, (void)jit_count, (void)options, (void)values, (void)count;
+    *library = (cudaLibrary_t)oom_new_handle();
+    return cudaSuccess;
+}
+
+API cudaError_t cudaLibraryGetKernel(cudaKernel_t *kernel, cudaLibrary_t library, const char *name) {
+    TRACE();
+    (void)library, (void)name;
+    *kernel = (cudaKernel_t)oom_new_handle();
+    return cudaSuccess;
+}
+#endif
+
+/* torch asks for driver functions through the runtime: expandable segments, NVML's neighbours, Triton's launcher. */
+static cudaError_t entry_point(const char *symbol, void **function, enum cudaDriverEntryPointQueryResult *status) {
+    void *driver = dlopen("libcuda.so.1", RTLD_LAZY);
+    int (*get)(const char *, void **, int, uint64_t, int *) =
+        driver ? (int (*)(const char *, void **, int, uint64_t, int *))dlsym(driver, "cuGetProcAddress_v2") : NULL;
+    *function = NULL;
+    if (get) get(symbol, function, oom_driver_version(), 0, NULL);
+    if (status) *status = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+    return *function || status ? cudaSuccess : fail(cudaErrorSymbolNotFound);
+}
+
+#if CUDART_VERSION < 13000
+API cudaError_t cudaGetDriverEntryPoint(const char *symbol, void **function, unsigned long long flags,
+                                        enum cudaDriverEntryPointQueryResult *status) {
+    TRACE();
+    (void)flags;
+    return entry_point(symbol, function, status);
+}
+#endif
+
+#if CUDART_VERSION >= 12050
+API cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsigned version,
+                                                 unsigned long long flags,
+                                                 enum cudaDriverEntryPointQueryResult *status) {
+    TRACE();
+    (void)flags, (void)version;
+    return entry_point(symbol, function, status);
+}
+#endif
+
+/* The runtime's private tables are for NVIDIA's own tools. */
+API cudaError_t cudaGetExportTable(const void **table, const cudaUUID_t *id) {
+    TRACE();
+    (void)id;
+    *table = NULL;
+    return fail(cudaErrorNotSupported);
+}

@@ -12,6 +12,7 @@ from typing import Any
 EVENT_WORKSPACE = 1
 EVENT_COMMUNICATION = 2
 EVENT_OPTIONAL_WORKSPACE = 3
+EVENT_FROM_HOST = 4
 
 
 class GPUStruct(ctypes.Structure):

@@ -588,6 +588,7 @@ void oom_copy(void *to, const void *from, size_t size) {
     int to_device = oom_is_device_address(to), from_device = oom_is_device_address(from);
     if (size == 0) return;
     if (from_device && !to_device && read_callback) read_callback(from, size);
+    if (to_device && !from_device && size >= 512) oom_event(OOM_EVENT_FROM_HOST, to, size, "");
     if ((to_device || from_device) && !arena_writable) {
         if (!to_device && size <= keep_bytes) memset(to, 0, size);
         return;
@@ -632,11 +633,9 @@ static size_t event_count;
 void oom_event(int kind, const void *address, uint64_t size, const char *what) {
     pthread_mutex_lock(&lock);
     if (!events) events = malloc(EVENT_CAPACITY * sizeof *events);
-    for (size_t i = event_count; events && i > 0 && i + 64 > event_count; i--) {
+    for (size_t i = event_count; kind == OOM_EVENT_WORKSPACE && events && i > 0 && i + 64 > event_count; i--) {
         struct oom_event *last = &events[i - 1]; /* a workspace that is used again and again is one event */
-        if (kind != OOM_EVENT_OPTIONAL_WORKSPACE && last->kind == kind && last->address == (uint64_t)address &&
-            last->size == size)
-            goto done;
+        if (last->kind == kind && last->address == (uint64_t)address && last->size == size) goto done;
     }
     if (events && event_count < EVENT_CAPACITY) {
         struct oom_event *event = &events[event_count++];

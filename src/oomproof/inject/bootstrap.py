@@ -1,0 +1,111 @@
+"""What runs in every Python process of a run before the user's script does.
+
+Puts the process under the phantom, then waits for torch to be imported and starts the observer on it. Standard
+library only, Python 3.9 or newer: this is the user's interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Callable
+
+from oomproof.phantom import standins
+from oomproof.phantom.device import Device
+
+CONFIG = "config.json"
+GPU_STATE = "gpus.state"
+
+
+def start(run_folder: str) -> None:
+    """Read the run's configuration and put this process under the phantom.
+
+    A process without a usable torch goes on as it is; it is stopped with a message only if it imports torch.
+    """
+    folder = Path(run_folder)
+    config = json.loads((folder / CONFIG).read_text())
+    try:
+        torch = standins.find_torch()
+        stand_ins, manifest = standins.ensure(torch)
+    except (standins.NoCUDATorch, RuntimeError) as error:
+        message = str(error)
+        _on_torch_import(lambda module: _refuse(folder, message), before=True)
+        return
+    os.environ["TRITON_LIBCUDA_PATH"] = str(stand_ins)
+    device = Device(standins.load(stand_ins, manifest))
+    cuda_version = manifest["cuda_version"]
+    assert isinstance(cuda_version, int)
+    device.configure(
+        config["gpus"],
+        state_path=str(folder / GPU_STATE),
+        unlimited=config["unlimited"],
+        rising_addresses=config["rising_addresses"],
+        keep_bytes=config["keep_bytes"],
+        driver_version=cuda_version,
+    )
+    _on_torch_import(lambda module: _torch_imported(module, device, config, folder))
+
+
+def _refuse(folder: Path, message: str) -> None:
+    (folder / f"error-{os.getpid()}.txt").write_text(message)
+    sys.exit(f"oomproof: {message}")
+
+
+def _torch_imported(torch: ModuleType, device: Device, config: dict[str, Any], folder: Path) -> None:
+    capability = config["gpus"][0]["major"] * 10 + config["gpus"][0]["minor"]
+    device.set_binary_version(newest_architecture(torch._C._cuda_getArchFlags(), capability))
+    if config["observe"]:
+        from oomproof.measure.observer import Observer
+
+        Observer(torch, device, config, folder).install()
+
+
+def newest_architecture(flags: str | None, capability: int) -> int:
+    """Return the architecture of the kernels that a GPU of this capability would run, 86 of "sm_80 sm_86" on 8.9.
+
+    A binary runs on its own major version from its minor version on; with none, kernels come from PTX and are the
+    GPU's own. ``cudaFuncGetAttributes`` must say so, or CUB fails its look-up.
+    """
+    built = [int("".join(c for c in f[3:] if c.isdigit())) for f in (flags or "").split() if f.startswith("sm_")]
+    runnable = [version for version in built if version // 10 == capability // 10 and version <= capability]
+    return max(runnable, default=capability)
+
+
+class _Watcher(importlib.abc.MetaPathFinder):
+    """Calls back once when torch is imported: before its code runs, or after."""
+
+    def __init__(self, callback: Callable[[ModuleType], None], before: bool) -> None:
+        self._callback = callback
+        self._before = before
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        for finder in sys.meta_path:
+            spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
+            if spec is not None and spec.loader is not None:
+                self._wrap(spec.loader)
+                return spec
+        return None
+
+    def _wrap(self, loader: Any) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            if self._before:
+                self._callback(module)
+            execute(module)
+            if not self._before:
+                self._callback(module)
+
+        loader.exec_module = exec_module
+
+
+def _on_torch_import(callback: Callable[[ModuleType], None], before: bool = False) -> None:
+    sys.meta_path.insert(0, _Watcher(callback, before))

@@ -1,0 +1,202 @@
+"""Who owned what, and when: the allocator's own event trace read against what the observer saw.
+
+Pure bookkeeping over PyTorch's recorded events; no torch, Python 3.9. The allocator ran for real; here its blocks
+are only followed from birth to death and given a phase, a module and a category.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import Any, Iterable, Optional
+
+#: Categories that a label can give, the strongest claim first.
+LABELS = ("parameter", "gradient", "optimizer_state", "buffer", "workspace", "communication", "input")
+CATEGORIES = (
+    "parameter", "gradient", "optimizer_state", "activation", "input", "buffer",
+    "workspace", "temporary", "communication", "unknown",
+)  # fmt: skip
+ROUNDING_BYTES = 512  # kMinBlockSize of the caching allocator
+
+
+class Mark:
+    """From ``time_us`` on, until the next mark: the phase and module that the process was in."""
+
+    __slots__ = ("module", "phase", "step", "time_us")
+
+    def __init__(self, time_us: int, step: int, phase: str, module: Optional[str]) -> None:
+        self.time_us = time_us
+        self.step = step
+        self.phase = phase
+        self.module = module
+
+
+class Block:
+    """One allocation: where it was born, what it is, and the phase that freed it."""
+
+    __slots__ = ("address", "born", "died", "label", "recomputed", "size", "stack")
+
+    def __init__(self, address: int, size: int, born: Mark, stack: list[dict[str, Any]]) -> None:
+        self.address = address
+        self.size = size
+        self.born = born
+        self.died: Optional[Mark] = None
+        self.label: Optional[str] = None
+        self.stack = stack
+        self.recomputed = False
+
+    def category(self) -> str:
+        """Return what the block held.
+
+        A label from the observer decides. Else a block of the forward pass that outlived it was kept for the
+        backward pass: an activation; one that died in the phase it was born in was a temporary.
+        """
+        if self.label is not None:
+            return self.label
+        phase = self.born.phase
+        same = self.died is not None and (self.died.step, self.died.phase) == (self.born.step, phase)
+        if phase == "forward":
+            return "temporary" if same else "activation"
+        if phase == "backward":
+            return "activation" if self.recomputed else "temporary"
+        if phase == "optimizer":
+            return "temporary" if same else "unknown"
+        return "temporary" if same and self.born.module is not None else "unknown"
+
+
+class Moment:
+    """The live blocks at the highest point so far."""
+
+    __slots__ = ("blocks", "mark", "requested_bytes", "stack")
+
+    def __init__(self, requested_bytes: int, mark: Mark, stack: list[dict[str, Any]], blocks: list[Block]) -> None:
+        self.requested_bytes = requested_bytes
+        self.mark = mark
+        self.stack = stack
+        self.blocks = blocks
+
+
+class Ledger:
+    """Follows one device's blocks through successive pieces of its trace."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, Block] = {}
+        self._total = 0
+        self.peak: Optional[Moment] = None
+        self.optional: dict[str, int] = {}  # library -> how far its unknown workspace could lift the peak
+        self._high = 0
+
+    def feed(
+        self,
+        events: Iterable[dict[str, Any]],
+        marks: list[Mark],
+        labels: list[tuple[int, str, list[int]]],
+        optional: Iterable[tuple[int, str, int]] = (),
+    ) -> None:
+        """Take the next piece of the trace.
+
+        ``events`` are PyTorch's trace entries, oldest first; ``marks`` are in time order; ``labels`` are (time in µs,
+        category, addresses that held it then); ``optional`` are (time in µs, library, bytes) of workspaces that were
+        not asked for but might be on a real GPU.
+        """
+        times = [mark.time_us for mark in marks]
+        changes = [e for e in events if e["action"] in ("alloc", "free_requested")]
+        top = self._highest(changes)
+        queue = sorted(
+            [(t, 1, (category, addresses)) for t, category, addresses in labels]
+            + [(t, 2, (what, size)) for t, what, size in optional],
+            key=lambda item: item[:2],
+        )
+        position = 0
+        for index, event in enumerate(changes):
+            now = event["time_us"]
+            while position < len(queue) and queue[position][0] <= now:
+                self._note(queue[position][1], queue[position][2])
+                position += 1
+            mark = marks[max(0, bisect.bisect_right(times, now) - 1)]
+            self._apply(event, mark)
+            if index == top:
+                self.peak = Moment(self._total, mark, event.get("frames", []), list(self._live.values()))
+        for _, kind, item in queue[position:]:
+            self._note(kind, item)
+
+    def _highest(self, changes: list[dict[str, Any]]) -> Optional[int]:
+        """Return the index of the event that reaches a new high, None when this piece has none."""
+        total, best, high = self._total, None, self._high
+        sizes = {address: block.size for address, block in self._live.items()}
+        for index, event in enumerate(changes):
+            if event["action"] == "alloc":
+                sizes[event["addr"]] = size = rounded(event["size"])
+                total += size
+                if total > high:
+                    high, best = total, index
+            else:
+                total -= sizes.pop(event["addr"], 0)
+        self._high = high
+        return best
+
+    def _apply(self, event: dict[str, Any], mark: Mark) -> None:
+        address = event["addr"]
+        if event["action"] == "alloc":
+            block = Block(address, rounded(event["size"]), mark, event.get("frames", []))
+            block.recomputed = mark.phase == "backward" and mark.module is not None and mark.module.startswith("+")
+            self._live[address] = block
+            self._total += block.size
+        else:
+            gone = self._live.pop(address, None)
+            if gone is not None:
+                gone.died = mark
+                self._total -= gone.size
+
+    def _note(self, kind: int, item: Any) -> None:
+        if kind == 1:
+            self._label(*item)
+        else:
+            what, size = item
+            self.optional[what] = max(self.optional.get(what, 0), self._total + size if size else 0)
+
+    def _label(self, category: str, addresses: list[int]) -> None:
+        starts: Optional[list[int]] = None
+        for address in addresses:
+            block = self._live.get(address)
+            if block is None:  # inside a block: a view, a shard of a flat buffer
+                if starts is None:
+                    starts = sorted(self._live)
+                at = bisect.bisect_right(starts, address) - 1
+                block = self._live[starts[at]] if at >= 0 else None
+                if block is None or address >= block.address + block.size:
+                    continue
+            if block.label is None or LABELS.index(category) < LABELS.index(block.label):
+                block.label = category
+
+    def correct_sizes(self, segments: Iterable[dict[str, Any]]) -> None:
+        """Take the true sizes of blocks that are still live: an unsplit block is larger than what was asked for."""
+        for segment in segments:
+            address = segment["address"]
+            for entry in segment["blocks"]:
+                block = self._live.get(entry.get("address", address))
+                if block is not None and entry["state"] == "active_allocated":
+                    block.size = entry["size"]
+                address += entry["size"]
+
+
+def rounded(size: int) -> int:
+    """Return what the allocator takes for a request, at the least."""
+    return max(ROUNDING_BYTES, -(-size // ROUNDING_BYTES) * ROUNDING_BYTES)
+
+
+def breakdown(moment: Moment, allocated_bytes: int) -> dict[str, int]:
+    """Return ``<category>_bytes`` of the live blocks at a moment; they add up to ``allocated_bytes``.
+
+    The trace records what was asked for. What the allocator gave beyond it, in blocks it did not split, is known in
+    total only and counts as unknown.
+    """
+    totals = dict.fromkeys(CATEGORIES, 0)
+    for block in moment.blocks:
+        totals[block.category()] += block.size
+    slack = allocated_bytes - sum(totals.values())
+    totals["unknown"] += slack
+    if totals["unknown"] < 0:  # true sizes of a later moment: take it from the largest
+        largest = max(CATEGORIES, key=lambda c: totals[c])
+        totals[largest] += totals["unknown"]
+        totals["unknown"] = 0
+    return {f"{category}_bytes": size for category, size in totals.items()}

@@ -1,0 +1,307 @@
+"""Watching one process: steps, phases, modules and blocks, without changing one byte of what it allocates.
+
+Runs inside the user's process after torch is imported. Hooks tell it where the script is; PyTorch's own counters and
+allocator trace tell it what the memory does. Python 3.9, torch 2.4 or newer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Optional
+
+from oomproof.measure.counters import Counters
+from oomproof.measure.hooks import Hooks
+from oomproof.measure.ledger import Ledger, Mark, breakdown
+from oomproof.measure.reads import ValueReads, user_stack
+from oomproof.phantom import device as phantom_device
+from oomproof.phantom.device import Device
+
+#: Allocator events kept between two readings of the trace; each costs about 200 bytes of host memory.
+TRACE_ENTRIES = 2_000_000
+
+LABEL_OF_EVENT = {
+    phantom_device.EVENT_WORKSPACE: "workspace",
+    phantom_device.EVENT_COMMUNICATION: "communication",
+    phantom_device.EVENT_FROM_HOST: "input",
+}
+
+
+class Observer:
+    """What is known of this process so far, and the callbacks that learn more."""
+
+    def __init__(self, torch: ModuleType, device: Device, config: dict[str, Any], folder: Path) -> None:
+        self.torch: Any = torch
+        self.device = device
+        self.config = config
+        self.folder = folder
+        self.started = time.perf_counter()
+        self.pid = os.getpid()
+        self.counters = Counters(torch)
+        self.reads = ValueReads(torch, device, config)
+        self.ledger: dict[int, Ledger] = {}
+        self.marks: list[Mark] = [Mark(0, 1, "init", None)]
+        self.labels: list[tuple[int, str, list[int]]] = []
+        self.step = 1
+        self.step_started = self.started
+        self.per_step: list[dict[str, Any]] = []
+        self.calls: dict[str, dict[str, Any]] = {}
+        self.oom: Optional[dict[str, Any]] = None
+        self.notes: list[str] = []
+        self.finished = False
+        self.recording = False
+        self.trace_entries = TRACE_ENTRIES
+        self.hooks = Hooks(torch, self)
+
+    def install(self) -> None:
+        """Start observing: hooks at once, the allocator's trace as soon as CUDA is initialised."""
+        self.hooks.install()
+        self.counters.install()
+        self.torch.cuda._lazy_call(self._cuda_ready)
+        atexit.register(self._at_exit)
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        self.finished = True  # a forked child (a DataLoader worker) is not a run of its own
+
+    def _cuda_ready(self) -> None:
+        self.counters.ready = True
+        self.reads.install()
+        self.torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)
+        self._record(True)
+
+    def _record(self, on: bool) -> None:
+        """Switch the allocator's trace on or off; off forgets what was recorded."""
+        if self.torch.cuda.get_allocator_backend() != "native":
+            self._note(
+                "the cudaMallocAsync backend records no history, so there is no breakdown; and how the driver's pool "
+                "would fragment is not public, so reserved is a lower bound"
+            )
+            return
+        record = self.hooks.originals.get("record_history", self.torch.cuda.memory._record_memory_history)
+        if on:
+            record(enabled="all", context="alloc", stacks="python", max_entries=TRACE_ENTRIES)
+        else:
+            record(enabled=None)
+        self.recording = on
+
+    # ---- where the script is: called by the hooks ---------------------------------------------------------------
+
+    def mark(self, phase: str, module: Optional[str]) -> None:
+        """Note that from now on the process is in this phase and module."""
+        self.marks.append(Mark(time.time_ns() // 1000, self.step, phase, module))
+
+    def label(self, category: str, addresses: list[int]) -> None:
+        """Note that these addresses now hold this category."""
+        if addresses:
+            self.labels.append((time.time_ns() // 1000, category, addresses))
+
+    def end_call(self, name: str) -> None:
+        """Note the peak of one outermost module call; kept only for scripts that never step."""
+        if self.per_step or not self.counters.ready:
+            return
+        allocated, reserved = self.counters.fold()
+        call = self.calls.setdefault(name, {"module": name, "count": 0, "allocated_bytes": 0, "reserved_bytes": 0})
+        call["count"] += 1
+        call["allocated_bytes"] = max(call["allocated_bytes"], allocated)
+        call["reserved_bytes"] = max(call["reserved_bytes"], reserved)
+
+    def end_step(self) -> None:
+        """Close an optimizer step; ends the process when enough steps were made."""
+        if self.finished:
+            return
+        now = time.perf_counter()
+        allocated, reserved = self.counters.end_window() if self.counters.ready else (0, 0)
+        self.per_step.append(
+            {
+                "step": self.step,
+                "allocated_bytes": allocated,
+                "reserved_bytes": reserved,
+                "seconds": round(now - self.step_started, 6),
+            }
+        )
+        self._progress()
+        wanted = self.config["steps"]
+        last, before = self.per_step[-1], self.per_step[-2] if len(self.per_step) > 1 else None
+        stable = before is not None and all(
+            last[key] == before[key] for key in ("allocated_bytes", "reserved_bytes")
+        )
+        if self.config["until_stable"] and stable:
+            self.stop("stable")
+        elif not self.config["until_stable"] and wanted is not None and self.step >= wanted:
+            self.stop("steps-reached")
+        self.step += 1
+        self.step_started = time.perf_counter()
+        if self.recording and self.counters.events_since_read() > TRACE_ENTRIES * 0.6:
+            self._read_trace(more=True)
+
+    def merge_last_step(self) -> None:
+        """Take back the end of the last step: a second optimizer turned out to belong to it."""
+        if self.per_step:
+            self.per_step.pop()
+            self.step -= 1
+
+    # ---- reading the trace ----------------------------------------------------------------------------------------
+
+    def _read_trace(self, more: bool) -> None:
+        """Hand the recorded events to the ledgers, and forget them if ``more`` are to come."""
+        if not self.recording:
+            return
+        snapshot = self.torch.cuda.memory._snapshot()
+        optional: list[tuple[int, str, int]] = []
+        labels = self.labels
+        for time_ns, kind, _, address, size, what in self.device.take_events():
+            if kind == phantom_device.EVENT_OPTIONAL_WORKSPACE:
+                optional.append((time_ns // 1000, what, size))
+            else:
+                labels.append((time_ns // 1000, LABEL_OF_EVENT[kind], [address]))
+        labels.sort(key=lambda item: item[0])
+        for index, events in enumerate(snapshot["device_traces"]):
+            ledger = self.ledger.setdefault(index, Ledger())
+            ledger.feed(events, self.marks, labels, optional)
+            ledger.correct_sizes(s for s in snapshot["segments"] if s["device"] == index)
+        self.labels, self.marks = [], [self.marks[-1]]
+        if more:
+            self._record(False)
+            self._record(True)
+            self.counters.trace_was_read()
+
+    # ---- out of memory, the end ---------------------------------------------------------------------------------------
+
+    def _out_of_memory(self, device: int, size: int, device_total: int, device_free: int) -> None:
+        if self.oom is None:
+            self.oom = {
+                "message": f"CUDA out of memory. Tried to allocate {size / 2**30:.2f} GiB on GPU {device}; "
+                f"{device_free / 2**30:.2f} GiB of {device_total / 2**30:.2f} GiB is free.",
+                "step": self.step,
+                "phase": self.marks[-1].phase,
+                "module": _plain(self.marks[-1].module),
+                "requested_bytes": size,
+                "caught": True,
+            }
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def _progress(self) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            _write(self.folder / "progress.json", {"pid": self.pid, **self.per_step[-1]})
+
+    def stop(self, why: str) -> None:
+        """Write what was measured and end the process, whatever the script has wrapped around its loop.
+
+        An exception could be caught by the script or make it save, evaluate and clean up for minutes.
+        """
+        if os.getpid() != self.pid:
+            return
+        self.finish(why)
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):
+                continue  # the script closed it, or nobody reads any more
+        for child in sys.modules["multiprocessing"].active_children() if "multiprocessing" in sys.modules else ():
+            child.terminate()
+        os._exit(0)
+
+    def _at_exit(self) -> None:
+        error = getattr(sys, "last_value", None)
+        self.finish("finished" if error is None else "raised", error)
+
+    def finish(self, why: str, error: Optional[BaseException] = None) -> None:
+        """Write this process's findings, once."""
+        if self.finished or os.getpid() != self.pid:
+            return
+        self.finished = True
+        self.hooks.remove()
+        _write(self.folder / f"process-{self.pid}.json", self._findings(why, error))
+
+    def _findings(self, why: str, error: Optional[BaseException]) -> dict[str, Any]:
+        torch = self.torch
+        used = self.counters.ready
+        if used:
+            self.counters.fold()
+        snapshot_path = None
+        if used and self.config.get("snapshot") and self.recording:
+            snapshot_path = str(self.folder / f"snapshot-{self.pid}.pickle")
+            self._dump(snapshot_path)
+        if used:
+            self._read_trace(more=False)
+            self._record(False)
+        index = self.counters.worst_device()
+        allocated, reserved = self.counters.peaks(index)
+        moment = self.ledger[index].peak if index in self.ledger else None
+        ooms, retries = self.counters.troubles(index)
+        if error is not None and self.oom is not None and isinstance(error, torch.OutOfMemoryError):
+            self.oom.update(message=str(error), caught=False)
+            why = "oom"
+        findings: dict[str, Any] = {
+            "pid": self.pid,
+            "argv": sys.argv,
+            "used_gpu": used and reserved > 0,
+            "rank": int(os.environ.get("RANK", "0")),
+            "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+            "local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            "device": index,
+            "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
+            "allocator": {"config": allocator_config(), "retries": retries, "ooms": ooms},
+            "ended": why,
+            "error": f"{type(error).__name__}: {error}" if error is not None else None,
+            "steps": len(self.per_step),
+            "per_step": self.per_step,
+            "calls": [] if self.per_step else list(self.calls.values()),
+            "allocated_bytes": allocated,
+            "reserved_bytes": reserved,
+            "process_peak_bytes": self.device.process_peak(index),
+            "pinned_host_bytes": self.device.host_peak(),
+            "step": moment.mark.step if moment else None,
+            "phase": moment.mark.phase if moment else None,
+            "module": _plain(moment.mark.module) if moment else None,
+            "stack": user_stack(torch, moment.stack) if moment else [],
+            "breakdown": breakdown(moment, allocated) if moment else None,
+            "optional_workspaces": self._optional(index, allocated),
+            "values": self.config["values"],
+            "value_reads": self.reads.as_list(),
+            "oom": self.oom,
+            "notes": self.notes,
+            "snapshot": snapshot_path,
+            "seconds": time.perf_counter() - self.started,
+        }
+        if not self.per_step:
+            findings["step"] = None
+        return findings
+
+    def _optional(self, index: int, allocated: int) -> dict[str, int]:
+        ledger = self.ledger.get(index)
+        if ledger is None:
+            return {}
+        return {what: max(0, high - allocated) if high else 0 for what, high in ledger.optional.items()}
+
+    def _dump(self, path: str) -> None:
+        import pickle
+
+        with open(path, "wb") as file:
+            pickle.dump(self.torch.cuda.memory._snapshot(), file, protocol=4)
+
+
+def _plain(module: Optional[str]) -> Optional[str]:
+    return module.lstrip("+") if module else None
+
+
+def allocator_config() -> str:
+    """Return the allocator's settings from the environment; from torch 2.9 on PYTORCH_ALLOC_CONF comes first."""
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+
+
+def _write(path: Path, data: dict[str, Any]) -> None:
+    scratch = path.with_suffix(f".{threading.get_ident()}.tmp")
+    scratch.write_text(json.dumps(data))
+    scratch.replace(path)
+

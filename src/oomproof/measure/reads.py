@@ -1,0 +1,91 @@
+"""Value reads: numbers the script takes from the device though a kernel should have computed them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from types import FrameType, ModuleType
+from typing import Any, Optional
+
+from oomproof.measure.values import Keep, Mirror
+from oomproof.phantom.device import Device
+
+STACK_LINES = 8
+
+
+class ValueReads:
+    """Counts value reads by line of the user's code and operation, and runs the value mirror."""
+
+    def __init__(self, torch: ModuleType, device: Device, config: dict[str, Any]) -> None:
+        self._torch = torch
+        self._counts: dict[tuple[str, str], list[Any]] = {}
+        self._lock = threading.Lock()
+        kind = Mirror if config["values"] == "mirror" else Keep
+        self._values: Any = kind(device, limit_bytes=config["keep_bytes"], on_unknown=self._unknown)
+
+    def install(self) -> None:
+        """Begin: from here on values are kept and reads are seen."""
+        self._values.install()
+
+    def pause(self) -> None:
+        """Leave the mirror out of a backward pass, where it would only cost time."""
+        self._values.pause()
+
+    def resume(self) -> None:
+        """Bring the mirror back after a backward pass."""
+        self._values.resume()
+
+    def _unknown(self, operation: str, affects_memory: Optional[bool]) -> None:
+        key = (_user_line(self._torch), operation)
+        with self._lock:
+            entry = self._counts.setdefault(key, [0, affects_memory])
+            entry[0] += 1
+
+    def as_list(self) -> list[dict[str, Any]]:
+        """Return the reads, those that can change the memory first."""
+        order = {True: 0, None: 1, False: 2}
+        found = sorted(self._counts.items(), key=lambda item: (order[item[1][1]], -item[1][0]))
+        return [
+            {"location": location, "operation": operation, "count": count, "affects_memory": affects}
+            for (location, operation), (count, affects) in found
+        ]
+
+
+def _user_line(torch: ModuleType) -> str:
+    """Return "file.py:12" of the innermost frame of the user's own code, of a library's when there is none."""
+    frame: Optional[FrameType] = sys._getframe(1)
+    fallback = ""
+    while frame is not None:
+        kind = _kind(frame.f_code.co_filename, torch)
+        if kind != "ours":
+            line = f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+            if kind == "user":
+                return line
+            fallback = fallback or line
+        frame = frame.f_back
+    return fallback or "(inside the backward pass)"
+
+
+def user_stack(torch: ModuleType, frames: list[dict[str, Any]]) -> list[str]:
+    """Return a recorded stack for people, innermost first: the user's lines and the libraries' they call."""
+    lines = []
+    for frame in frames:
+        if _kind(frame["filename"], torch) != "ours" and not frame["filename"].startswith("??"):
+            lines.append(f"{_short(frame['filename'])}:{frame['line']} {frame['name']}")
+    return lines[:STACK_LINES]
+
+
+def _kind(filename: str, torch: ModuleType) -> str:
+    torch_folder = os.path.dirname(torch.__file__ or "")
+    own_folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if filename.startswith((torch_folder, own_folder, "<frozen", "<string>")):
+        return "ours"
+    return "library" if f"{os.sep}site-packages{os.sep}" in filename or f"{os.sep}lib{os.sep}python" in filename else "user"
+
+
+def _short(filename: str) -> str:
+    if f"{os.sep}site-packages{os.sep}" in filename:
+        return filename.rsplit(f"{os.sep}site-packages{os.sep}", 1)[1]
+    relative = os.path.relpath(filename)
+    return filename if relative.startswith("..") else relative

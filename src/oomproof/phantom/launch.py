@@ -1,0 +1,142 @@
+"""Starting a command with every Python process below it under the phantom."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import oomproof
+from oomproof.errors import UsageError
+from oomproof.gpus import GPUSpec
+
+SITE = Path(oomproof.__file__).parent / "inject" / "site"
+
+#: Host-to-device copies up to this size keep their values. 1 MiB holds the token ids of 131,072 tokens.
+KEEP_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a command is run under the phantom."""
+
+    gpu: GPUSpec
+    gpu_count: int = 1
+    unlimited: bool = False  # allocations never fail; the GPU still says how much memory it has
+    platform: str = "linux"  # "linux" or "wsl": how the driver orders segment addresses
+    values: str = "mirror"  # "mirror" or "keep"
+    observe: bool = True
+    steps: int | None = 3  # optimizer steps; None for all
+    until_stable: bool = False
+    keep_bytes: int = KEEP_BYTES
+
+    def to_config(self) -> dict[str, Any]:
+        """Return what ``inject.bootstrap`` reads."""
+        return {
+            "gpus": [describe(self.gpu)] * self.gpu_count,
+            "unlimited": self.unlimited,
+            "rising_addresses": self.platform == "wsl",
+            "keep_bytes": self.keep_bytes,
+            "values": self.values,
+            "observe": self.observe,
+            "steps": self.steps,
+            "until_stable": self.until_stable,
+        }
+
+
+def describe(gpu: GPUSpec) -> dict[str, Any]:
+    """Return the fields of ``phantom.device.GPUStruct`` for a GPU spec."""
+    return {
+        "name": gpu.name,
+        "memory": gpu.memory_bytes,
+        "nvml_memory": max(gpu.nvml_memory_bytes or 0, gpu.memory_bytes),
+        "context": gpu.context_bytes[1],
+        "l2": gpu.l2_bytes,
+        "shared_per_block": gpu.shared_memory_per_block_bytes,
+        "shared_per_block_optin": gpu.shared_memory_per_block_optin_bytes,
+        "shared_per_sm": gpu.shared_memory_per_sm_bytes,
+        "shared_reserved": gpu.reserved_shared_memory_per_block_bytes,
+        "major": gpu.compute_capability[0],
+        "minor": gpu.compute_capability[1],
+        "sm_count": gpu.sm_count,
+        "threads_per_sm": gpu.max_threads_per_sm,
+        "blocks_per_sm": gpu.max_blocks_per_sm,
+        "registers_per_sm": gpu.registers_per_sm,
+        "clock_khz": gpu.clock_khz,
+        "memory_clock_khz": gpu.memory_clock_khz,
+        "bus_bits": gpu.memory_bus_bits,
+        "mig": int(gpu.mig),
+    }
+
+
+def resolve_command(command: Sequence[str], *, python: str | None = None) -> list[str]:
+    """Return the program to start for what a person wrote after ``--``.
+
+    ``script.py …`` and ``-m package …`` get the interpreter that has torch; anything else is taken as it is. Raises
+    UsageError when nothing was written or it cannot be found.
+    """
+    if not command:
+        raise UsageError("nothing to run; write the command after --, as in: oomproof run -- python train.py")
+    first = command[0]
+    if first in ("-m", "-c"):
+        return [python or default_python(), *command]
+    if first.endswith(".py"):
+        if not Path(first).is_file():
+            raise UsageError(f"no file {first} in {Path.cwd()}; give the script's path as Python would need it")
+        return [python or default_python(), *command]
+    if shutil.which(first) is None:
+        raise UsageError(f"{first!r} is no program that can be started here; check the name or give its full path")
+    return list(command)
+
+
+def default_python() -> str:
+    """Return the interpreter for scripts: this one if it has torch, else the first ``python`` on PATH."""
+    import importlib.util
+
+    if importlib.util.find_spec("torch") is not None:
+        return sys.executable
+    return shutil.which("python") or shutil.which("python3") or sys.executable
+
+
+def environment(run_folder: Path, base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment that brings the phantom to every Python process below a command.
+
+    CUDA_VISIBLE_DEVICES is about this machine's own GPUs, so it is left out; a script may set it for itself.
+    """
+    env = dict(os.environ if base is None else base)
+    env.pop("CUDA_VISIBLE_DEVICES", None)
+    env["PYTHONPATH"] = os.pathsep.join(p for p in (str(SITE), env.get("PYTHONPATH", "")) if p)
+    env["OOMPROOF_RUN"] = str(run_folder)
+    env["OOMPROOF_PYTHON"] = sys.executable
+    return env
+
+
+def start(
+    command: Sequence[str],
+    settings: Settings,
+    run_folder: Path,
+    *,
+    stdout: int | IO[Any] | None = None,
+    stderr: int | IO[Any] | None = None,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start ``command`` (already resolved) under the phantom, in a process group of its own.
+
+    ``run_folder`` is an existing empty folder; the processes leave what they measured in it.
+    """
+    (run_folder / "config.json").write_text(json.dumps(settings.to_config()))
+    return subprocess.Popen(
+        command,
+        env=environment(run_folder, env),
+        stdout=stdout,
+        stderr=stderr,
+        cwd=cwd,
+        start_new_session=True,
+    )

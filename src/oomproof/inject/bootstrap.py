@@ -58,7 +58,13 @@ def _refuse(folder: Path, message: str) -> None:
 
 def _torch_imported(torch: ModuleType, device: Device, config: dict[str, Any], folder: Path) -> None:
     capability = config["gpus"][0]["major"] * 10 + config["gpus"][0]["minor"]
-    device.set_binary_version(newest_architecture(torch._C._cuda_getArchFlags(), capability))
+    flags = torch._C._cuda_getArchFlags() or ""
+    device.set_binary_version(newest_architecture(flags, capability))
+    if not has_kernels(flags, capability):
+        config["notes"] = [
+            f"this torch ({torch.__version__}) has no kernels for compute capability {capability / 10:.1f}: on the real "
+            f"GPU the script fails with 'no kernel image is available'; it was built for {flags}"
+        ]
     if config["observe"]:
         from oomproof.measure.observer import Observer
 
@@ -74,6 +80,13 @@ def newest_architecture(flags: str | None, capability: int) -> int:
     built = [int("".join(c for c in f[3:] if c.isdigit())) for f in (flags or "").split() if f.startswith("sm_")]
     runnable = [version for version in built if version // 10 == capability // 10 and version <= capability]
     return max(runnable, default=capability)
+
+
+def has_kernels(flags: str, capability: int) -> bool:
+    """Return whether torch can run on the GPU: a binary of its major version, or PTX for it or an older one."""
+    built = [(f[:3], int("".join(c for c in f.partition("_")[2] if c.isdigit()))) for f in flags.split() if "_" in f]
+    binaries = any(kind == "sm_" and v // 10 == capability // 10 and v <= capability for kind, v in built)
+    return binaries or any(kind == "com" and v <= capability for kind, v in built)
 
 
 class _Watcher(importlib.abc.MetaPathFinder):

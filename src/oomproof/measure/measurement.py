@@ -223,6 +223,10 @@ class Measurement:
         """True when the verdict is "fits"."""
         return self.verdict == "fits"
 
+    def __bool__(self) -> bool:
+        """Return ``fits``, so that ``if oomproof.fits(...)`` reads as it means."""
+        return self.fits
+
     def to_json(self) -> dict[str, Any]:
         """Return plain dicts, lists, strings and numbers; ``from_json`` reads them back."""
         plain: dict[str, Any] = _plain(dataclasses.asdict(self))

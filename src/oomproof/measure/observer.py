@@ -53,7 +53,8 @@ class Observer:
         self.per_step: list[dict[str, Any]] = []
         self.calls: dict[str, dict[str, Any]] = {}
         self.oom: Optional[dict[str, Any]] = None
-        self.notes: list[str] = []
+        self.communicators = 0
+        self.notes: list[str] = list(config.get("notes", []))
         self.finished = False
         self.recording = False
         self.trace_entries = TRACE_ENTRIES
@@ -157,7 +158,9 @@ class Observer:
         optional: list[tuple[int, str, int]] = []
         labels = self.labels
         for time_ns, kind, _, address, size, what in self.device.take_events():
-            if kind == phantom_device.EVENT_OPTIONAL_WORKSPACE:
+            if kind == phantom_device.EVENT_COMMUNICATOR:
+                self.communicators += 1
+            elif kind == phantom_device.EVENT_OPTIONAL_WORKSPACE:
                 optional.append((time_ns // 1000, what, size))
             else:
                 labels.append((time_ns // 1000, LABEL_OF_EVENT[kind], [address]))
@@ -239,8 +242,9 @@ class Observer:
         allocated, reserved = self.counters.peaks(index)
         moment = self.ledger[index].peak if index in self.ledger else None
         ooms, retries = self.counters.troubles(index)
-        if error is not None and self.oom is not None and isinstance(error, torch.OutOfMemoryError):
-            self.oom.update(message=str(error), caught=False)
+        cause = self._out_of_memory_in(error)
+        if cause is not None and self.oom is not None:
+            self.oom.update(message=str(cause), caught=False)
             why = "oom"
         findings: dict[str, Any] = {
             "pid": self.pid,
@@ -260,6 +264,7 @@ class Observer:
             "allocated_bytes": allocated,
             "reserved_bytes": reserved,
             "process_peak_bytes": self.device.process_peak(index),
+            "communicators": self.communicators,
             "pinned_host_bytes": self.device.host_peak(),
             "step": moment.mark.step if moment else None,
             "phase": moment.mark.phase if moment else None,
@@ -277,6 +282,16 @@ class Observer:
         if not self.per_step:
             findings["step"] = None
         return findings
+
+    def _out_of_memory_in(self, error: Optional[BaseException]) -> Optional[BaseException]:
+        """Return the out-of-memory error that ended the script, also when another was raised because of it."""
+        seen: list[BaseException] = []
+        while error is not None and error not in seen:
+            if isinstance(error, self.torch.OutOfMemoryError):
+                return error
+            seen.append(error)
+            error = error.__cause__ or error.__context__
+        return None
 
     def _optional(self, index: int, allocated: int) -> dict[str, int]:
         ledger = self.ledger.get(index)

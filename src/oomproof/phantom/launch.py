@@ -34,6 +34,7 @@ class Settings:
     observe: bool = True
     steps: int | None = 3  # optimizer steps; None for all
     until_stable: bool = False
+    snapshot: bool = False
     keep_bytes: int = KEEP_BYTES
 
     def to_config(self) -> dict[str, Any]:
@@ -47,6 +48,7 @@ class Settings:
             "observe": self.observe,
             "steps": self.steps,
             "until_stable": self.until_stable,
+            "snapshot": self.snapshot,
         }
 
 
@@ -75,7 +77,7 @@ def describe(gpu: GPUSpec) -> dict[str, Any]:
     }
 
 
-def resolve_command(command: Sequence[str], *, python: str | None = None) -> list[str]:
+def resolve_command(command: Sequence[str], *, folder: Path | None = None) -> list[str]:
     """Return the program to start for what a person wrote after ``--``.
 
     ``script.py …`` and ``-m package …`` get the interpreter that has torch; anything else is taken as it is. Raises
@@ -85,11 +87,12 @@ def resolve_command(command: Sequence[str], *, python: str | None = None) -> lis
         raise UsageError("nothing to run; write the command after --, as in: oomproof run -- python train.py")
     first = command[0]
     if first in ("-m", "-c"):
-        return [python or default_python(), *command]
+        return [default_python(), *command]
     if first.endswith(".py"):
-        if not Path(first).is_file():
-            raise UsageError(f"no file {first} in {Path.cwd()}; give the script's path as Python would need it")
-        return [python or default_python(), *command]
+        folder = folder or Path.cwd()
+        if not (folder / first).is_file():
+            raise UsageError(f"no file {first} in {folder}; give the script's path as Python would need it")
+        return [default_python(), *command]
     if shutil.which(first) is None:
         raise UsageError(f"{first!r} is no program that can be started here; check the name or give its full path")
     return list(command)
@@ -135,6 +138,7 @@ def start(
     return subprocess.Popen(
         command,
         env=environment(run_folder, env),
+        stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,  # another session's terminal
         stdout=stdout,
         stderr=stderr,
         cwd=cwd,

@@ -32,7 +32,8 @@ enum oom_event_kind {
     OOM_EVENT_WORKSPACE = 1,         /* address, size: a library was handed this block as its workspace */
     OOM_EVENT_COMMUNICATION = 2,     /* address, size: registered or used as a communication buffer */
     OOM_EVENT_OPTIONAL_WORKSPACE = 3, /* size: a library could have asked for up to this much and did not */
-    OOM_EVENT_FROM_HOST = 4           /* address, size: filled by a copy from the host */
+    OOM_EVENT_FROM_HOST = 4,          /* address, size: filled by a copy from the host */
+    OOM_EVENT_COMMUNICATOR = 5        /* a communicator over several GPUs was made */
 };
 
 struct oom_event {

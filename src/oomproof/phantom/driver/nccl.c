@@ -37,6 +37,7 @@ API int ncclGetUniqueId(char id[128]) {
 static int new_communicator(void **made, int ranks, int rank) {
     struct communicator *communicator = (struct communicator *)oom_new_handle();
     *communicator = (struct communicator){ranks, rank, oom_current_device()};
+    if (ranks > 1) oom_event(OOM_EVENT_COMMUNICATOR, communicator, 0, "NCCL");
     *made = communicator;
     return 0;
 }

@@ -1,0 +1,5 @@
+"""``python -m oomproof`` is ``oomproof``."""
+
+from oomproof.cli import main
+
+main()

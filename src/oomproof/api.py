@@ -1,0 +1,225 @@
+"""Measuring a command from Python: what ``oomproof run`` does."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+from oomproof.capture import write_capture
+from oomproof.errors import EnvironmentMissingError, ScriptError, UsageError
+from oomproof.gpus import GPUSpec, default_gpu, get_gpu, with_memory
+from oomproof.measure.assemble import Outcome, assemble, read_outcome
+from oomproof.measure.measurement import Measurement
+from oomproof.phantom import launch
+from oomproof.units import parse_size
+
+POLL_SECONDS = 0.05
+GRACE_SECONDS = 5.0  # between asking a command's processes to end and ending them
+
+
+def run(
+    command: str | os.PathLike[str] | Sequence[str],
+    *,
+    gpu: str | GPUSpec | None = None,
+    memory: str | int | None = None,
+    steps: int | None = 3,
+    until_stable: bool = False,
+    values: str = "mirror",
+    platform: str = "linux",
+    output: str | os.PathLike[str] | None = None,
+    snapshot: bool = False,
+    quiet: bool = True,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    on_step: Callable[[dict[str, Any]], None] | None = None,
+    stdout: int | IO[Any] | None = None,
+) -> Measurement:
+    """Run a command on a phantom GPU and return what it showed.
+
+    ``command`` is a script's path or a list such as ``["python", "train.py", "--lr", "1e-4"]``. ``gpu`` is a catalogue
+    name or a GPUSpec (default: the catalogue's default), ``memory`` overrides its memory: bytes or "20GiB". The
+    command is stopped after ``steps`` optimizer steps (None: never). With allocation failures it is run a second time
+    with unlimited memory, for the demand. ``values`` is "mirror" or "keep", ``platform`` "linux" or "wsl" (how the
+    driver orders addresses). ``output`` names a capture to write, ``snapshot`` adds PyTorch's memory snapshot to it.
+    ``quiet`` hides what the command prints. ``on_step`` is called with each step's peaks while the command runs.
+
+    Raises UsageError for a wrong request, EnvironmentMissingError when torch or a compiler is missing, ScriptError
+    when nothing could be measured, KeyboardInterrupt after ending the command's processes.
+    """
+    words = [os.fspath(command)] if isinstance(command, (str, os.PathLike)) else list(command)
+    settings = launch.Settings(
+        gpu=resolve_gpu(gpu, memory),
+        values=_one_of("values", values, ("mirror", "keep")),
+        platform=_one_of("platform", platform, ("linux", "wsl")),
+        steps=_positive("steps", steps),
+        until_stable=until_stable,
+        snapshot=snapshot,
+    )
+    require_linux()
+    folder = Path(cwd) if cwd is not None else Path.cwd()
+    program = launch.resolve_command(words, folder=folder)
+    if output is not None:
+        _check_output(Path(output))
+    runner = _Runner(program, folder, env, quiet, on_step, stdout)
+    try:
+        limited = runner.go(settings)
+        unlimited = None
+        if limited.troubled and not limited.interrupted:
+            unlimited = runner.go(replace(settings, unlimited=True))
+        measured = assemble(words, settings.gpu, limited, unlimited, folder)
+        if output is not None:
+            write_capture(output, measured, runner.snapshot())
+    finally:
+        runner.clean()
+    if limited.interrupted:
+        raise KeyboardInterrupt
+    return measured
+
+
+def fits(command: str | os.PathLike[str] | Sequence[str], **options: Any) -> Measurement:
+    """Run a command on a phantom GPU; the result is true when it fits. Takes what ``run`` takes.
+
+    Raises ScriptError when the command failed otherwise, so that false means "does not fit" and nothing else.
+    """
+    measured = run(command, **options)
+    if measured.verdict == "unknown":
+        raise ScriptError(f"no verdict: {'; '.join(measured.notes) or 'the script ' + measured.ended}")
+    return measured
+
+
+def resolve_gpu(gpu: str | GPUSpec | None, memory: str | int | None = None) -> GPUSpec:
+    """Return the GPU meant, with its memory overridden when asked. Raises UsageError."""
+    spec = gpu if isinstance(gpu, GPUSpec) else get_gpu(gpu) if gpu else default_gpu()
+    if memory is None:
+        return spec
+    try:
+        size = parse_size(memory) if isinstance(memory, str) else memory
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return with_memory(spec, size)
+
+
+def require_linux() -> None:
+    """Raise EnvironmentMissingError where the phantom cannot run."""
+    if sys.platform != "linux":
+        raise EnvironmentMissingError(
+            f"the phantom GPU needs Linux, this is {sys.platform}; use a Linux machine, WSL or a container. Captures "
+            "can be read here"
+        )
+
+
+def _one_of(what: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise UsageError(f"{what} is {value!r}; it must be one of {', '.join(allowed)}")
+    return value
+
+
+def _positive(what: str, value: int | None) -> int | None:
+    if value is not None and value < 1:
+        raise UsageError(f"{what} is {value}; it must be at least 1, or 'all'")
+    return value
+
+
+def _check_output(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise UsageError(f"there is no folder {path.parent} for the capture; create it first")
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; name a file such as {path / 'train.oomp'}")
+
+
+class _Runner:
+    """Runs the command, once or twice, each time in a folder of its own."""
+
+    def __init__(
+        self,
+        program: list[str],
+        cwd: Path,
+        env: Mapping[str, str] | None,
+        quiet: bool,
+        on_step: Callable[[dict[str, Any]], None] | None,
+        stdout: int | IO[Any] | None,
+    ) -> None:
+        self.program = program
+        self.cwd = cwd
+        self.env = env
+        self.quiet = quiet
+        self.on_step = on_step
+        self.stdout = stdout
+        self.folders: list[Path] = []
+
+    def go(self, settings: launch.Settings) -> Outcome:
+        folder = Path(tempfile.mkdtemp(prefix="oomproof-"))
+        self.folders.append(folder)
+        again = len(self.folders) > 1  # what the script prints was shown the first time
+        log = open(folder / "output.txt", "wb") if self.quiet or again else None  # noqa: SIM115
+        process = launch.start(
+            self.program,
+            settings,
+            folder,
+            stdout=log or self.stdout,
+            stderr=log,
+            env=self.env,
+            cwd=self.cwd,
+        )
+        interrupted = self._wait(process, folder / "progress.json")
+        if log is not None:
+            log.close()
+        outcome = read_outcome(folder, process.returncode, interrupted=interrupted)
+        failed = process.returncode and not any(f["ended"] == "oom" for f in outcome.findings)
+        if self.quiet and failed and not interrupted:
+            sys.stderr.write((folder / "output.txt").read_text(errors="replace")[-4000:])
+        return outcome
+
+    def _wait(self, process: subprocess.Popen[bytes], progress: Path) -> bool:
+        seen = 0
+        interrupted = False
+        try:
+            while process.poll() is None:
+                time.sleep(POLL_SECONDS)
+                if self.on_step is not None and progress.exists():
+                    step = json.loads(progress.read_text())
+                    if step["step"] != seen:
+                        seen = step["step"]
+                        self.on_step(step)
+        except KeyboardInterrupt:
+            interrupted = True
+            _signal(process, signal.SIGINT)
+            _await(process)
+        finally:
+            _signal(process, signal.SIGTERM)  # whatever the command left running
+            _await(process)
+            _signal(process, signal.SIGKILL)
+            process.wait()
+        return interrupted
+
+    def snapshot(self) -> Path | None:
+        found = sorted(path for folder in self.folders for path in folder.glob("snapshot-*.pickle"))
+        return found[-1] if found else None
+
+    def clean(self) -> None:
+        for folder in self.folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    try:
+        os.killpg(process.pid, number)  # it leads its own group
+    except ProcessLookupError:
+        return
+
+
+def _await(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return

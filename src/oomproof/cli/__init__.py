@@ -1,0 +1,52 @@
+"""The command line: one file per verb, each thin over the Python API."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+import typer
+
+from oomproof.cli import doctor, gpus, report, run
+from oomproof.errors import EXIT_FAILED, EXIT_FITS, EXIT_INTERRUPTED, EXIT_USAGE, OomproofError
+
+app = typer.Typer(
+    name="oomproof",
+    help="Run an unmodified PyTorch training script on a GPU that isn't there; learn its exact peak memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run", context_settings={"allow_interspersed_args": False}, epilog=run.EPILOG)(run.main)
+app.command("report")(report.main)
+app.command("gpus")(gpus.main)
+app.command("doctor")(doctor.main)
+
+
+@app.callback(invoke_without_command=True)
+def _top(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    if version:
+        import oomproof
+
+        print(f"oomproof {oomproof.__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line; every error ends here, as one message and its exit code."""
+    try:
+        code = app(standalone_mode=False)
+    except OomproofError as error:
+        print(f"oomproof: {error}", file=sys.stderr)
+        code = error.exit_code
+    except click.ClickException as error:  # typer's own complaints about the arguments
+        error.show()
+        code = EXIT_USAGE
+    except (KeyboardInterrupt, click.Abort):
+        print("oomproof: interrupted; the command's processes have ended", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe has gone: nothing to tell it
+        sys.stdout = None
+        code = EXIT_FAILED
+    sys.exit(code if isinstance(code, int) else EXIT_FITS)

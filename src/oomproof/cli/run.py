@@ -1,0 +1,107 @@
+"""``oomproof run``: the peak memory of a training script on a GPU that isn't there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from oomproof import api
+from oomproof.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED, EXIT_FITS, UsageError
+from oomproof.gpus import GPUSpec, all_gpus, load_gpu_file
+from oomproof.measure.measurement import Measurement
+from oomproof.report.json_output import to_json_text
+from oomproof.report.terminal import print_report
+from oomproof.units import format_bytes, format_seconds
+
+EPILOG = (
+    "Exit codes: 0 it fits, 1 the tool or the script failed, 2 it does not fit, 64 wrong usage, 130 interrupted. "
+    "Example: oomproof run --gpu a100-40gb -- python train.py --batch-size 16"
+)
+
+
+def main(
+    command: Annotated[
+        list[str], typer.Argument(help="What to run: a script, -m module, or any command such as torchrun or bash.")
+    ],
+    gpu: Annotated[str | None, typer.Option(help="GPU from the catalogue; see `oomproof gpus`.")] = None,
+    gpu_file: Annotated[Path | None, typer.Option(help="TOML file that describes a GPU of your own.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Override the GPU's memory, such as 20GiB.")] = None,
+    steps: Annotated[str, typer.Option(help="Optimizer steps to run, or 'all'.")] = "3",
+    until_stable: Annotated[bool, typer.Option(help="Stop when two steps in a row have the same peak.")] = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write a capture to this file.")] = None,
+    snapshot: Annotated[bool, typer.Option(help="Add PyTorch's memory snapshot to the capture.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the measurement as JSON on standard output.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Hide what the script prints.")] = False,
+    values: Annotated[str, typer.Option(help="mirror: compute small tensors on the CPU too; keep: only copies.")] = "mirror",
+    platform: Annotated[str, typer.Option(help="Whose driver orders the addresses: linux or wsl.")] = "linux",
+) -> None:
+    """Run a command on a phantom GPU and report its peak memory."""
+    if snapshot and output is None:
+        raise UsageError("--snapshot goes into the capture; add -o FILE.oomp")
+    measured = api.run(
+        command,
+        gpu=chosen_gpu(gpu, gpu_file),
+        memory=memory,
+        steps=parse_steps(steps),
+        until_stable=until_stable,
+        values=values,
+        platform=platform,
+        output=output,
+        snapshot=snapshot,
+        quiet=quiet,
+        on_step=_Progress(steps),
+        stdout=sys.stderr if json else None,  # standard output is the JSON's alone
+    )
+    if json:
+        sys.stdout.write(to_json_text(measured))
+    else:
+        print_report(measured, Console(), saved=output is not None, larger_gpu=larger_gpu(measured))
+    raise typer.Exit(exit_code(measured))
+
+
+def chosen_gpu(name: str | None, file: Path | None) -> GPUSpec | str | None:
+    """Return the GPU that the options name. Raises UsageError when both do."""
+    if name is not None and file is not None:
+        raise UsageError("--gpu and --gpu-file name two GPUs; give one of them")
+    return load_gpu_file(file) if file is not None else name
+
+
+def parse_steps(text: str) -> int | None:
+    """Return the number of steps, None for "all". Raises UsageError."""
+    if text == "all":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"--steps is {text!r}; give a number such as 3, or all") from None
+
+
+def exit_code(measured: Measurement) -> int:
+    """Return the exit code that a verdict ends with."""
+    return {"fits": EXIT_FITS, "does-not-fit": EXIT_DOES_NOT_FIT}.get(measured.verdict, EXIT_FAILED)
+
+
+def larger_gpu(measured: Measurement) -> str | None:
+    """Return the key of the smallest whole GPU of the catalogue on which the measured demand fits."""
+    enough = [g for g in all_gpus() if g.memory_bytes >= measured.demand.device_bytes * 1.02 and not g.mig]
+    enough = [g for g in enough if g.compute_capability >= (7, 5)]
+    return min(enough, key=lambda g: g.memory_bytes).key if enough else None
+
+
+class _Progress:
+    """A line on standard error for each step."""
+
+    def __init__(self, steps: str) -> None:
+        self._of = "" if steps == "all" else f" of {steps}"
+
+    def __call__(self, step: dict[str, Any]) -> None:
+        print(
+            f"oomproof: step {step['step']}{self._of}: allocated {format_bytes(step['allocated_bytes'])}, reserved "
+            f"{format_bytes(step['reserved_bytes'])} at its peak, {format_seconds(step['seconds'])}",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,0 +1,238 @@
+"""From what each process of a run left behind to one Measurement with its verdict."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from oomproof.errors import EnvironmentMissingError, ScriptError
+from oomproof.gpus import GPUSpec
+from oomproof.measure import measurement as m
+
+#: Device memory of one NCCL communicator over several GPUs, low and high: public reports on A100 and H100 machines
+#: state 544 to 688 MB.
+COMMUNICATOR_BYTES = (544_000_000, 688_000_000)
+
+WORKSPACE_REASONS = {
+    "cuDNN convolution": "cuDNN may ask for a workspace to run faster; PyTorch takes the first plan whose workspace "
+    "can be allocated, so it is never the cause of an out-of-memory error. Which plan that is, is not public. "
+    "The bound is one copy of each tensor of the convolution",
+    "cuDNN attention": "cuDNN's attention kernels ask for a workspace whose size is not public; the bound is one copy "
+    "of each of its tensors",
+    "cuDNN RNN": "the size of cuDNN's reserve space is not public; counted is what a backward pass must keep, the bound "
+    "is twice that",
+}
+WORKSPACE_REASON = "the library may ask for a workspace whose size is not public; the bound is a copy of its data"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One run of the command: its exit code and what its processes found."""
+
+    exit_code: int
+    findings: tuple[dict[str, Any], ...]
+    interrupted: bool = False
+
+    @property
+    def troubled(self) -> bool:
+        """True when an allocation failed somewhere, so that more memory would have changed the run."""
+        return any(f["allocator"]["ooms"] or f["allocator"]["retries"] for f in self.findings)
+
+
+def read_outcome(folder: Path, exit_code: int, *, interrupted: bool = False) -> Outcome:
+    """Read what the processes left in the run's folder.
+
+    Raises EnvironmentMissingError when one of them had no usable torch.
+    """
+    for path in sorted(folder.glob("error-*.txt")):
+        raise EnvironmentMissingError(path.read_text())
+    findings = [json.loads(path.read_text()) for path in sorted(folder.glob("process-*.json"))]
+    return Outcome(exit_code=exit_code, findings=tuple(findings), interrupted=interrupted)
+
+
+def assemble(
+    command: Sequence[str], gpu: GPUSpec, limited: Outcome, unlimited: Outcome | None, cwd: Path | None = None
+) -> m.Measurement:
+    """Build the Measurement of a run on the GPU's memory and, when allocations failed there, of one without limit.
+
+    Raises ScriptError when no process imported torch, since then nothing was measured.
+    """
+    if not limited.findings:
+        how = f"ended with exit code {limited.exit_code}" if limited.exit_code else "ended well"
+        raise ScriptError(
+            f"nothing was measured: the command {how} and no Python process of it imported torch. Check that it "
+            "starts the training itself, and that Python is not started with -I, -E or -S"
+        )
+    ranks = _leaders(limited.findings)
+    lead = max(ranks, key=_height)
+    verdict = _verdict(limited, lead)
+    demand_ranks = _leaders(unlimited.findings) if unlimited and unlimited.findings else ranks
+    demand = next((f for f in demand_ranks if f["rank"] == lead["rank"]), max(demand_ranks, key=_height))
+    shown = demand if verdict == "does-not-fit" and demand["used_gpu"] else lead
+    peak = _peak(shown)
+    ended = "interrupted" if limited.interrupted else lead["ended"]
+    if ended == "finished" and limited.exit_code:
+        ended = "exited"
+    return m.Measurement(
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        command=tuple(command),
+        cwd_git=_git(cwd),
+        gpu=m.GPU(
+            name=gpu.name,
+            memory_bytes=gpu.memory_bytes,
+            compute_capability=".".join(map(str, gpu.compute_capability)),
+            sm_count=gpu.sm_count,
+        ),
+        torch=m.Torch(**lead["torch"]),
+        allocator=m.Allocator(**lead["allocator"]),
+        world=m.World(size=lead["world_size"], rank=lead["rank"], local_world_size=lead["local_world_size"]),
+        steps=shown["steps"],
+        verdict=verdict,
+        ended=ended,
+        exit_code=None if ended in ("steps-reached", "stable") else limited.exit_code,
+        peak=peak,
+        demand=_demand(demand),
+        breakdown=m.Breakdown(**shown["breakdown"]) if shown["breakdown"] else None,
+        outside=_outside(shown, gpu),
+        ranges=_ranges(shown, gpu),
+        per_step=tuple(m.Step(**step) for step in shown["per_step"]),
+        calls=tuple(m.Call(**call) for call in shown["calls"]),
+        values=lead["values"],
+        value_reads=tuple(m.ValueRead(**read) for read in lead["value_reads"]),
+        oom=m.OOM(**lead["oom"]) if lead["oom"] else None,
+        ranks=_rank_rows(ranks, demand_ranks, limited) if len(ranks) > 1 else (),
+        notes=tuple(_notes(limited, lead, shown)),
+    )
+
+
+def _height(finding: Mapping[str, Any]) -> tuple[int, int]:
+    return finding["process_peak_bytes"] if finding["used_gpu"] else -1, finding["allocated_bytes"]
+
+
+def _leaders(findings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one finding for each rank: its process with the highest peak."""
+    best: dict[int, dict[str, Any]] = {}
+    for finding in findings:
+        rank = finding["rank"]
+        if rank not in best or _height(finding) > _height(best[rank]):
+            best[rank] = finding
+    return [best[rank] for rank in sorted(best)]
+
+
+def _verdict(limited: Outcome, lead: Mapping[str, Any]) -> m.Verdict:
+    if any(f["ended"] == "oom" for f in limited.findings):
+        return "does-not-fit"
+    if limited.interrupted or not lead["used_gpu"]:
+        return "unknown"
+    if any(f["ended"] == "raised" for f in limited.findings):
+        return "unknown"
+    if lead["ended"] in ("steps-reached", "stable"):
+        return "fits"
+    return "unknown" if limited.exit_code else "fits"
+
+
+def _peak(finding: Mapping[str, Any]) -> m.Peak:
+    return m.Peak(
+        allocated_bytes=finding["allocated_bytes"],
+        reserved_bytes=finding["reserved_bytes"],
+        device_bytes=finding["process_peak_bytes"] + _communication(finding)[0],
+        step=finding["step"],
+        phase=finding["phase"],
+        module=finding["module"],
+        stack=tuple(finding["stack"]),
+    )
+
+
+def _demand(finding: Mapping[str, Any]) -> m.Demand:
+    return m.Demand(
+        allocated_bytes=finding["allocated_bytes"],
+        reserved_bytes=finding["reserved_bytes"],
+        device_bytes=finding["process_peak_bytes"] + _communication(finding)[0],
+    )
+
+
+def _communication(finding: Mapping[str, Any]) -> tuple[int, int]:
+    low, high = COMMUNICATOR_BYTES
+    return low * finding["communicators"], high * finding["communicators"]
+
+
+def _outside(finding: Mapping[str, Any], gpu: GPUSpec) -> m.Outside:
+    context = gpu.context_bytes[1] if finding["used_gpu"] else 0
+    return m.Outside(
+        cached_bytes=max(0, finding["reserved_bytes"] - finding["allocated_bytes"]),
+        context_bytes=context,
+        communication_bytes=_communication(finding)[0],
+        other_bytes=max(0, finding["process_peak_bytes"] - finding["reserved_bytes"] - context),
+    )
+
+
+def _ranges(finding: Mapping[str, Any], gpu: GPUSpec) -> tuple[m.Range, ...]:
+    if not finding["used_gpu"]:
+        return ()
+    low, _, high = gpu.context_bytes
+    ranges = [m.Range(what="context", low_bytes=low, high_bytes=high, reason=gpu.sources["context_bytes"])]
+    if finding["communicators"]:
+        low, high = _communication(finding)
+        reason = f"{finding['communicators']} NCCL communicator(s); public reports state 544 to 688 MB for one"
+        ranges.append(m.Range(what="communication", low_bytes=low, high_bytes=high, reason=reason))
+    room = max(0, gpu.memory_bytes - finding["process_peak_bytes"])
+    for what, lift in sorted(finding["optional_workspaces"].items()):
+        if lift:
+            reason = WORKSPACE_REASONS.get(what, WORKSPACE_REASON)
+            ranges.append(m.Range(what=f"{what} workspace", low_bytes=0, high_bytes=min(lift, room), reason=reason))
+    return tuple(ranges)
+
+
+def _notes(limited: Outcome, lead: Mapping[str, Any], shown: Mapping[str, Any]) -> list[str]:
+    notes = list(dict.fromkeys([*lead["notes"], *shown["notes"]]))
+    if not lead["used_gpu"]:
+        notes.append(
+            "the script imported torch but put nothing on the GPU; check that it asks for cuda (torch.cuda."
+            "is_available() was true)"
+        )
+    elif lead["oom"] and lead["ended"] != "oom":
+        notes.append("the script met an out-of-memory error, handled it and went on; the peak is that of what followed")
+    if lead["error"] and lead["ended"] == "raised":
+        notes.append(f"the script raised {lead['error']}; the figures are those until then")
+    unknown = [what for what, lift in lead["optional_workspaces"].items() if not lift and ":" in what]
+    if unknown:
+        notes.append(f"counted as 0, their size is not public: workspaces of {', '.join(sorted(unknown))}")
+    if shown["pinned_host_bytes"] >= 2**20:
+        notes.append(f"pinned host memory: {shown['pinned_host_bytes'] / 2**30:.2f} GiB at its peak, not on the GPU")
+    others = [f for f in limited.findings if f["used_gpu"] and f["rank"] == lead["rank"] and f is not lead]
+    if others:
+        notes.append(f"{len(others) + 1} processes used the GPU; the figures are those of the one with the highest peak")
+    return notes
+
+
+def _rank_rows(
+    ranks: Sequence[dict[str, Any]], demands: Sequence[dict[str, Any]], limited: Outcome
+) -> tuple[m.Rank, ...]:
+    shown = {f["rank"]: f for f in demands}
+    rows = [
+        m.Rank(
+            rank=f["rank"],
+            device=f["device"],
+            peak=_peak(shown.get(f["rank"], f)),
+            verdict=_verdict(Outcome(exit_code=limited.exit_code, findings=(f,)), f),
+        )
+        for f in ranks
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.peak.device_bytes))
+
+
+def _git(cwd: Path | None) -> m.Git | None:
+    def ask(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=cwd, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    revision = ask("rev-parse", "HEAD")
+    return m.Git(revision=revision, dirty=bool(ask("status", "--porcelain", "-uno"))) if revision else None

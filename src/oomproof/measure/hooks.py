@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -30,56 +29,100 @@ class Hooks:
         self.stack: list[str] = []
         self.in_backward = False
         self.in_optimizer = 0
+        self.active = True
         self.names: dict[int, str] = {}
+        self.reached: dict[str, Any] = {}
+        self.last_output = 0
+        self.labelled: set[tuple[int, int]] = set()
         self.roots: dict[int, Any] = {}
         self.built: dict[int, None] = {}  # optimizers that were constructed
         self.cycle: list[int] = []  # optimizers that made this step
         self.last_cycle: list[int] = []
         self.hooked_optimizer = False
         self.gradients: Optional[list[Any]] = None
-        self.is_compiling = torch.compiler.is_compiling
 
     def install(self) -> None:
         """Register the hooks; ``remove`` takes them off again."""
         torch = self.torch
-        module = torch.nn.modules.module
         optimizer = importlib.import_module("torch.optim.optimizer")
         self.handles += [
-            module.register_module_forward_pre_hook(self._enter),
-            module.register_module_forward_hook(self._leave, always_call=True),
             optimizer.register_optimizer_step_pre_hook(self._before_step),
             optimizer.register_optimizer_step_post_hook(self._after_step),
         ]
+        self._wrap_call()
         self._wrap_engine()
         self._wrap_optimizer_init()
         self._wrap_recording()
 
     def remove(self) -> None:
         """Take the hooks off; what they wrapped stays wrapped and passes through."""
+        self.active = False
         for handle in self.handles:
             handle.remove()
         self.handles = []
 
     # ---- forward --------------------------------------------------------------------------------------------------
 
-    def _enter(self, module: Any, args: Any) -> None:
-        if self.is_compiling():
-            return
-        if not self.stack and not self.in_backward:
-            self._enter_root(module, args)
+    def _wrap_call(self) -> None:
+        """Module.__call__ is wrapped, not hooked: global hooks see no keyword arguments and cost ten times as much.
+
+        Under torch.compile the wrapper is traced with is_compiling() true, so nothing of it is compiled in.
+        """
+        module_type = self.torch.nn.Module
+        original = module_type.__call__
+        is_compiling = self.torch.compiler.is_compiling
+        stack, enter, leave = self.stack, self._enter, self._leave
+
+        @functools.wraps(original)
+        def __call__(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not self.active:
+                return original(module, *args, **kwargs)
+            depth = len(stack)
+            enter(module, args, kwargs)
+            try:
+                output = original(module, *args, **kwargs)
+            except BaseException:
+                del stack[depth:]
+                raise
+            leave(depth, output)
+            return output
+
+        module_type.__call__ = __call__
+
+    def _enter(self, module: Any, args: Any, kwargs: Any) -> None:
+        in_backward = self.in_backward
+        if not in_backward and not self.stack:
+            self._enter_root(module, args, kwargs)
         name = self.names.get(id(module)) or self._name(module)
         self.stack.append(name)
-        self.observer.mark(self.phase, "+" + name if self.in_backward else name)
+        self.observer.mark(self.phase, "+" + name if in_backward else name)
 
-    def _enter_root(self, module: Any, args: Any) -> None:
+    def _leave(self, depth: int, output: Any) -> None:
+        stack = self.stack
+        name = stack[depth]
+        del stack[depth:]
+        if self.in_backward:
+            self.observer.mark("backward", "+" + stack[-1] if stack else None)
+            return
+        if id(output) != self.last_output:  # else an inner module had the same output and is hooked already
+            self.last_output = id(output)
+            self._hook_backward(output, name)
+        self.observer.mark(self.phase, stack[-1] if stack else None)
+        if not stack:
+            self.observer.end_call(name)
+
+    def _enter_root(self, module: Any, args: Any, kwargs: Any) -> None:
         if id(module) not in self.roots:
             self.roots[id(module)] = module
             for name, child in module.named_modules():
                 kind = type(child).__name__
                 self.names[id(child)] = f"{name} ({kind})" if name else kind
-        self._label_state(module)
-        caller = sys._getframe(2).f_locals  # Module._call_impl or its inner function: global hooks see no kwargs
-        self.observer.label("input", self._addresses([args, caller.get("kwargs")]))
+        step = self.observer.step  # later steps keep what the first two have; walking all modules costs time
+        if step <= 2 and (id(module), step) not in self.labelled:
+            self.labelled.add((id(module), step))
+            self.observer.label("parameter", self._addresses(module.parameters()))
+            self.observer.label("buffer", self._addresses(module.buffers()))
+        self.observer.label("input", self._addresses([args, kwargs]))
         self.phase = "forward"
 
     def _name(self, module: Any) -> str:
@@ -87,31 +130,20 @@ class Hooks:
         self.names[id(module)] = name
         return name
 
-    def _leave(self, module: Any, args: Any, output: Any) -> None:
-        if self.is_compiling() or not self.stack:
-            return
-        name = self.names.get(id(module), "")
-        while self.stack:  # an exception may have skipped the ends of inner calls
-            if self.stack.pop() == name:
-                break
-        if not self.in_backward:
-            self._mark_backward(output, name)
-        top = self.stack[-1] if self.stack else None
-        self.observer.mark(self.phase, "+" + top if top and self.in_backward else top)
-        if not self.stack and not self.in_backward:
-            self.observer.end_call(name)
-
-    def _mark_backward(self, output: Any, name: str) -> None:
+    def _hook_backward(self, output: Any, name: str) -> None:
         """Have the backward pass say when it reaches this module's output."""
-        for tensor in _first_tensors(output, self.torch.Tensor):
-            node = tensor.grad_fn
-            if node is not None and "oomproof" not in node.metadata:
-                node.metadata["oomproof"] = name  # an outer module with the same output does not hook it again
-                node.register_prehook(functools.partial(self._reached, name))
-            break
+        tensor = output if isinstance(output, self.torch.Tensor) else _first_tensor(output, self.torch.Tensor)
+        node = None if tensor is None else tensor.grad_fn
+        if node is not None:
+            reached = self.reached.get(name)
+            if reached is None:
+                mark = self.observer.mark
 
-    def _reached(self, name: str, gradients: Any) -> None:
-        self.observer.mark("backward", name)
+                def reached(gradients: Any) -> None:
+                    mark("backward", name)
+
+                self.reached[name] = reached
+            node.register_prehook(reached)
 
     # ---- backward -----------------------------------------------------------------------------------------------------
 
@@ -119,10 +151,11 @@ class Hooks:
         """Every backward pass, .backward() or autograd.grad, goes through _engine_run_backward (torch 2.4 to 2.14)."""
         graph = self.torch.autograd.graph
         original = graph._engine_run_backward
+        is_compiling = self.torch.compiler.is_compiling
 
         @functools.wraps(original)
         def run_backward(*args: Any, **kwargs: Any) -> Any:
-            if self.in_backward or self.is_compiling() or self.observer.finished:
+            if self.in_backward or not self.active or is_compiling():
                 return original(*args, **kwargs)
             before = self._begin_backward()
             try:
@@ -144,7 +177,8 @@ class Hooks:
     def _end_backward(self, before: str) -> None:
         self.in_backward = False
         self.observer.reads.resume()
-        self._label_gradients()
+        if not self.hooked_optimizer or self.in_optimizer:
+            self._label_gradients()
         self.phase = "optimizer" if self.in_optimizer else "other"
         self.observer.mark(self.phase, None)
         self._sample_gradients()
@@ -164,7 +198,11 @@ class Hooks:
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.in_optimizer == 0:
             self._begin_cycle(id(optimizer))
-            self._label_optimizer(optimizer)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self.observer.label("gradient", self._addresses([p.grad for p in parameters if p.grad is not None]))
+            if (id(optimizer), 0) not in self.labelled:
+                self.labelled.add((id(optimizer), 0))
+                self.observer.label("parameter", self._addresses(parameters))
         self.in_optimizer += 1
         self.hooked_optimizer = True
         self.phase = "optimizer"
@@ -181,7 +219,9 @@ class Hooks:
         self.in_optimizer = max(0, self.in_optimizer - 1)
         if self.in_optimizer:
             return  # a wrapper around another optimizer
-        self._label_optimizer(optimizer)
+        state = getattr(optimizer, "state", None)
+        if hasattr(state, "values"):
+            self.observer.label("optimizer_state", self._addresses(state))
         self.phase = "other"
         self.observer.mark("other", None)
         self.cycle.append(id(optimizer))
@@ -222,30 +262,21 @@ class Hooks:
 
     # ---- what is where ----------------------------------------------------------------------------------------------------------
 
-    def _label_state(self, module: Any) -> None:
-        self.observer.label("parameter", self._addresses(module.parameters()))
-        self.observer.label("buffer", self._addresses(module.buffers()))
-
     def _label_gradients(self) -> None:
         gradients = [p.grad for root in self.roots.values() for p in root.parameters() if p.grad is not None]
         self.observer.label("gradient", self._addresses(gradients))
 
-    def _label_optimizer(self, optimizer: Any) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.observer.label("parameter", self._addresses(parameters))
-        self.observer.label("gradient", self._addresses([p.grad for p in parameters if p.grad is not None]))
-        state = getattr(optimizer, "state", {})
-        self.observer.label("optimizer_state", self._addresses(list(state.values()) if hasattr(state, "values") else []))
-
     def _addresses(self, found: Any, depth: int = 3) -> list[int]:
         """Return the addresses of the CUDA tensors in nested lists, dicts and model outputs."""
+        tensor_type, parameter_type = self.torch.Tensor, self.torch.nn.Parameter
         addresses: list[int] = []
         for item in found.values() if hasattr(found, "values") else found:
-            if isinstance(item, self.torch.Tensor):
-                local = getattr(item, "_local_tensor", item)  # DTensor
-                inner = getattr(local, "__tensor_flatten__", None)  # torchao's quantised state
-                parts = [getattr(local, name) for name in inner()[0]] if inner is not None else [local]
-                addresses += [p.data_ptr() for p in parts if p.is_cuda and _has_memory(p)]
+            kind = type(item)
+            if kind is tensor_type or kind is parameter_type:
+                if item.is_cuda:
+                    addresses.append(item.data_ptr())
+            elif isinstance(item, tensor_type):
+                addresses += _inner_addresses(item)
             elif depth and (isinstance(item, (list, tuple)) or hasattr(item, "values")):
                 addresses += self._addresses(item, depth - 1)
         return addresses
@@ -269,15 +300,20 @@ class Hooks:
         memory._record_memory_history = record
 
 
-def _first_tensors(output: Any, tensor_type: Any) -> list[Any]:
-    if isinstance(output, tensor_type):
-        return [output]
+def _first_tensor(output: Any, tensor_type: Any) -> Any:
     items = output.values() if hasattr(output, "values") else output if isinstance(output, (list, tuple)) else ()
-    return [item for item in items if isinstance(item, tensor_type)]
+    return next((item for item in items if isinstance(item, tensor_type)), None)
 
 
-def _has_memory(tensor: Any) -> bool:
-    try:
-        return bool(tensor.data_ptr())
-    except RuntimeError:  # fake, meta and functional tensors have none
-        return False
+def _inner_addresses(tensor: Any) -> list[int]:
+    """Return the addresses inside a tensor subclass: DTensor's shard, torchao's quantised state."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    flatten = getattr(local, "__tensor_flatten__", None)
+    parts = [getattr(local, name) for name in flatten()[0]] if flatten is not None else [local]
+    addresses = []
+    for part in parts:
+        try:
+            addresses += [part.data_ptr()] if part.is_cuda else []
+        except RuntimeError:  # fake, meta and functional tensors have no memory
+            continue
+    return addresses

@@ -82,7 +82,7 @@ class Ledger:
         self._live: dict[int, Block] = {}
         self._total = 0
         self.peak: Optional[Moment] = None
-        self.optional: dict[str, int] = {}  # library -> how far its unknown workspace could lift the peak
+        self.optional: dict[str, list[int]] = {}  # library -> [highest total with its workspace, largest workspace]
         self._high = 0
 
     def feed(
@@ -152,7 +152,8 @@ class Ledger:
             self._label(*item)
         else:
             what, size = item
-            self.optional[what] = max(self.optional.get(what, 0), self._total + size if size else 0)
+            known = self.optional.setdefault(what, [0, 0])
+            known[:] = [max(known[0], self._total + size), max(known[1], size)]
 
     def _label(self, category: str, addresses: list[int]) -> None:
         starts: Optional[list[int]] = None

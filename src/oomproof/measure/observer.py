@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 from types import ModuleType
+from time import time_ns
 from typing import Any, Optional
 
 from oomproof.measure.counters import Counters
@@ -46,10 +47,11 @@ class Observer:
         self.counters = Counters(torch)
         self.reads = ValueReads(torch, device, config)
         self.ledger: dict[int, Ledger] = {}
-        self.marks: list[Mark] = [Mark(0, 1, "init", None)]
+        self.marks: list[tuple[int, int, str, Optional[str]]] = [(0, 1, "init", None)]
         self.labels: list[tuple[int, str, list[int]]] = []
         self.step = 1
         self.step_started = self.started
+        self.told = 0.0
         self.per_step: list[dict[str, Any]] = []
         self.calls: dict[str, dict[str, Any]] = {}
         self.oom: Optional[dict[str, Any]] = None
@@ -96,12 +98,12 @@ class Observer:
 
     def mark(self, phase: str, module: Optional[str]) -> None:
         """Note that from now on the process is in this phase and module."""
-        self.marks.append(Mark(time.time_ns() // 1000, self.step, phase, module))
+        self.marks.append((time_ns(), self.step, phase, module))
 
     def label(self, category: str, addresses: list[int]) -> None:
         """Note that these addresses now hold this category."""
         if addresses:
-            self.labels.append((time.time_ns() // 1000, category, addresses))
+            self.labels.append((time_ns() // 1000, category, addresses))
 
     def end_call(self, name: str) -> None:
         """Note the peak of one outermost module call; kept only for scripts that never step."""
@@ -165,9 +167,10 @@ class Observer:
             else:
                 labels.append((time_ns // 1000, LABEL_OF_EVENT[kind], [address]))
         labels.sort(key=lambda item: item[0])
+        marks = [Mark(at // 1000, step, phase, module) for at, step, phase, module in self.marks]
         for index, events in enumerate(snapshot["device_traces"]):
             ledger = self.ledger.setdefault(index, Ledger())
-            ledger.feed(events, self.marks, labels, optional)
+            ledger.feed(events, marks, labels, optional)
             ledger.correct_sizes(s for s in snapshot["segments"] if s["device"] == index)
         self.labels, self.marks = [], [self.marks[-1]]
         if more:
@@ -183,8 +186,8 @@ class Observer:
                 "message": f"CUDA out of memory. Tried to allocate {size / 2**30:.2f} GiB on GPU {device}; "
                 f"{device_free / 2**30:.2f} GiB of {device_total / 2**30:.2f} GiB is free.",
                 "step": self.step,
-                "phase": self.marks[-1].phase,
-                "module": _plain(self.marks[-1].module),
+                "phase": self.marks[-1][2],
+                "module": _plain(self.marks[-1][3]),
                 "requested_bytes": size,
                 "caught": True,
             }
@@ -194,7 +197,10 @@ class Observer:
             self.notes.append(text)
 
     def _progress(self) -> None:
-        if os.environ.get("RANK", "0") == "0":
+        """Tell the parent of the step, ten times a second at most: writing costs as much as hooking a layer."""
+        now = time.perf_counter()
+        if os.environ.get("RANK", "0") == "0" and now - self.told > 0.1:
+            self.told = now
             _write(self.folder / "progress.json", {"pid": self.pid, **self.per_step[-1]})
 
     def stop(self, why: str) -> None:
@@ -294,10 +300,14 @@ class Observer:
         return None
 
     def _optional(self, index: int, allocated: int) -> dict[str, int]:
+        """Return by how much each library's unknown workspaces could raise what the device holds.
+
+        A workspace lifts the allocated peak only where it is asked for near the peak, but its block stays reserved.
+        """
         ledger = self.ledger.get(index)
         if ledger is None:
             return {}
-        return {what: max(0, high - allocated) if high else 0 for what, high in ledger.optional.items()}
+        return {what: max(top - allocated, size) if size else 0 for what, (top, size) in ledger.optional.items()}
 
     def _dump(self, path: str) -> None:
         import pickle

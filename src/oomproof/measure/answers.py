@@ -1,0 +1,169 @@
+"""What ATen's own code reads back from the device, and the answer where the inputs are known.
+
+Some operators read a number that a kernel computed before they can go on: how many elements a mask selects, how many
+values are unique. Which reads happen, in which order and how wide was seen with torch 2.6, 2.11 and 2.14.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from oomproof.measure.known import FLOATS, Known, NotHere, tensors_in
+
+#: Operators that size an allocation by what they read.
+SIZING = frozenset(
+    "aten::" + name
+    for name in (
+        "nonzero", "argwhere", "masked_select", "masked_scatter", "masked_scatter_", "index", "index_put", "index_put_",
+        "_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "_unique", "_unique2", "unique_dim",
+        "unique_consecutive", "unique_dim_consecutive", "repeat_interleave", "bincount", "embedding_dense_backward",
+        "_embedding_bag_dense_backward", "_coalesce", "coalesce", "_to_sparse", "to_sparse", "_ctc_loss", "where",
+        "nonzero_numpy", "_use_cudnn_ctc_loss", "_cudnn_ctc_loss",
+    )
+)  # fmt: skip
+
+#: Operators that read a floating-point range or an error code, and size nothing by it.
+HARMLESS = frozenset(("aten::histc", "aten::_linalg_check_errors", "aten::segment_reduce"))
+
+#: One-byte reads that are checks of the input: "no" would make the operator raise.
+CHECKED = frozenset(("aten::repeat_interleave", "aten::segment_reduce"))
+
+
+def affects_memory(operation: str, dtype: Any) -> bool | None:
+    """Return whether an unknown number read by this operator may change memory; None when the script decides."""
+    if operation in SIZING:
+        return True
+    if operation in HARMLESS:
+        return False
+    return False if dtype in FLOATS else None
+
+
+def expected_reads(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | bytes]:
+    """Yield what the operator will read, in order; raises NotHere when that depends on unknown values.
+
+    An int is a count, as wide as the read turns out to be; bytes are a whole copied tensor.
+    """
+    name = func._schema.name[6:] if func._schema.name.startswith("aten::") else ""
+    reader = _READERS.get(name.rstrip("_") if name.endswith("_") else name)
+    if reader is None:
+        raise NotHere
+    yield from reader(func, args, kwargs or {}, known)
+
+
+def count_true(mask: Any, known: Known) -> int:
+    """Return how many elements are not zero."""
+    entry = known.entry(mask) if mask.is_cuda else None
+    if entry is not None and entry.pattern is not None:
+        return mask.numel() if any(entry.pattern) else 0
+    return int(torch.count_nonzero(known.host(mask)))
+
+
+def _nonzero(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
+    yield count_true(args[0], known)
+
+
+def _masked_select(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
+    source, mask = args[:2]
+    shape = torch.broadcast_shapes(source.shape, mask.shape)
+    yield count_true(mask, known) * (math.prod(shape) // mask.numel() if mask.numel() else 0)
+
+
+def _masks(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
+    for index in tensors_in(list(args[1])):
+        if index.dtype in (torch.bool, torch.uint8):
+            yield count_true(index, known)
+
+
+def _unique(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
+    values = known.host(args[0])
+    if values.dtype == torch.bool:
+        yield int(values.sum())  # counts the trues; how many values that makes it works out itself
+    else:
+        yield torch.unique(values).numel()
+
+
+def _unique_consecutive(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
+    dim = args[3] if len(args) > 3 else kwargs.get("dim")
+    yield _length(torch.unique_consecutive(known.host(args[0]), dim=dim), dim)
+
+
+def _unique_dim(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
+    yield _length(torch.unique(known.host(args[0]), dim=args[1]), args[1])
+
+
+def _length(values: Any, dim: int | None) -> int:
+    return int(values.numel() if dim is None else values.size(dim))
+
+
+def _repeat_interleave(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
+    repeats = known.host(args[0])
+    yield int(repeats.sum())
+    yield int((repeats >= 0).all())
+
+
+def _bincount(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
+    values = known.host(args[0])
+    yield int(values.min())
+    yield int(values.max())
+
+
+def _segment_reduce(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
+    lengths = kwargs.get("lengths")
+    if lengths is None:
+        raise NotHere
+    yield int(known.host(lengths).min())
+    yield 1
+
+
+def _verdict(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
+    yield int(func(*(known.host(a) if isinstance(a, torch.Tensor) else a for a in args), **kwargs))
+
+
+def _copied(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[bytes]:
+    """Copies to the host that were converted or gathered on the device first."""
+    name = func._schema.name
+    source = args[1] if name == "aten::copy_" else args[0]
+    values = known.host(source)
+    dtype = args[0].dtype if name == "aten::copy_" else kwargs.get("dtype") or _dtype_in(args) or values.dtype
+    for form in (values.to(dtype), values):
+        whole = form.contiguous()
+        yield ctypes.string_at(whole.data_ptr(), whole.numel() * whole.element_size())
+
+
+def _dtype_in(args: Any) -> Any:
+    return next((a for a in args if isinstance(a, torch.dtype)), None)
+
+
+_Reader = Callable[[Any, Any, Any, Known], "Iterator[int] | Iterator[bytes]"]
+
+_READERS: dict[str, _Reader] = {
+    "nonzero": _nonzero, "argwhere": _nonzero, "nonzero_numpy": _nonzero,
+    "masked_select": _masked_select,
+    "index": _masks, "_unsafe_index": _masks, "index_put": _masks, "_unsafe_index_put": _masks,
+    "_index_put_impl": _masks,
+    "_unique": _unique, "_unique2": _unique, "unique_consecutive": _unique_consecutive,
+    "unique_dim": _unique_dim, "unique_dim_consecutive": _unique_consecutive,
+    "repeat_interleave": _repeat_interleave, "bincount": _bincount, "segment_reduce": _segment_reduce,
+    "equal": _verdict, "is_nonzero": _verdict, "allclose": _verdict,
+    "_to_copy": _copied, "to": _copied, "copy": _copied, "_local_scalar_dense": _copied, "item": _copied,
+}  # fmt: skip
+
+
+def count_in_backward(node: Any) -> int | None:
+    """Return how many elements the mask of ``x[mask]`` selected, from the shape that its backward was given.
+
+    Reading the mask itself would unpack a saved tensor, and hooks on saved tensors may allow that only once.
+    """
+    if node.name() != "IndexBackward0":
+        return None
+    places = [i for i, index in enumerate(node._raw_saved_indices) if index is not None]
+    if not places:
+        return None
+    together = places[-1] - places[0] + 1 == len(places)
+    shape = node._input_metadata[0].shape  # of the forward's result
+    return int(shape[places[0] if together else 0])

@@ -99,18 +99,22 @@ class _Watcher(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
         for finder in sys.meta_path:
-            spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
                 self._wrap(spec.loader)
                 return spec
         return None
 
     def _wrap(self, loader: Any) -> None:
+        """Wrap what runs the module's code; libraries also look for torch without importing it."""
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             if self._before:
                 self._callback(module)
             execute(module)

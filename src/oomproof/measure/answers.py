@@ -30,6 +30,9 @@ SIZING = frozenset(
 #: Operators that read a floating-point range or an error code, and size nothing by it.
 HARMLESS = frozenset(("aten::histc", "aten::_linalg_check_errors", "aten::segment_reduce"))
 
+#: Operators that give the script a yes or a no.
+VERDICTS = frozenset(("aten::equal", "aten::allclose", "aten::is_nonzero"))
+
 #: One-byte reads that are checks of the input: "no" would make the operator raise.
 CHECKED = frozenset(("aten::repeat_interleave", "aten::segment_reduce"))
 
@@ -40,7 +43,7 @@ def affects_memory(operation: str, dtype: Any) -> bool | None:
         return True
     if operation in HARMLESS:
         return False
-    return False if dtype in FLOATS else None
+    return False if dtype in FLOATS and operation not in VERDICTS else None
 
 
 def expected_reads(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | bytes]:
@@ -152,18 +155,3 @@ _READERS: dict[str, _Reader] = {
     "equal": _verdict, "is_nonzero": _verdict, "allclose": _verdict,
     "_to_copy": _copied, "to": _copied, "copy": _copied, "_local_scalar_dense": _copied, "item": _copied,
 }  # fmt: skip
-
-
-def count_in_backward(node: Any) -> int | None:
-    """Return how many elements the mask of ``x[mask]`` selected, from the shape that its backward was given.
-
-    Reading the mask itself would unpack a saved tensor, and hooks on saved tensors may allow that only once.
-    """
-    if node.name() != "IndexBackward0":
-        return None
-    places = [i for i, index in enumerate(node._raw_saved_indices) if index is not None]
-    if not places:
-        return None
-    together = places[-1] - places[0] + 1 == len(places)
-    shape = node._input_metadata[0].shape  # of the forward's result
-    return int(shape[places[0] if together else 0])

@@ -65,9 +65,8 @@ def host_view(tensor: Any) -> Any:
 
 
 def covers_storage(tensor: Any) -> bool:
-    """Return whether the tensor's elements are all there is in its storage."""
-    whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-    return bool(whole and tensor.is_contiguous())
+    """Return whether a tensor that was written into is all there is in its storage."""
+    return bool(tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes())
 
 
 class Known:
@@ -77,7 +76,7 @@ class Known:
         #: By ``untyped_storage()._cdata``; the dispatch mode looks here directly, where a call would cost too much.
         self.entries: dict[int, Entry] = {}
         self._purge_at = _FIRST_PURGE
-        self._writable: bool | None = None
+        self._reachable: bool | None = None
 
     def entry(self, tensor: Any) -> Entry | None:
         """Return what is known of the tensor's storage."""
@@ -90,8 +89,6 @@ class Known:
     def add(self, tensor: Any, pattern: bytes | None = None) -> None:
         """Say that the tensor's storage holds the right bytes, or that each of its elements is ``pattern``."""
         storage = tensor.untyped_storage()
-        if self._writable is None and storage.data_ptr():
-            self._writable = writable(storage.data_ptr())
         self.entries[storage._cdata] = Entry(storage, pattern)
         if len(self.entries) > self._purge_at:
             self.purge()
@@ -128,12 +125,11 @@ class Known:
         one = torch.frombuffer(bytearray(entry.pattern), dtype=tensor.dtype)
         return one.expand(tensor.size()) if tensor.dim() else one[0]
 
-    def reachable(self, tensor: Any) -> bool:
+    def reachable(self, address: int) -> bool:
         """Return whether the phantom's memory can be touched; it cannot where the system forbids overcommit."""
-        address = tensor.data_ptr()
-        if self._writable is None and address:
-            self._writable = writable(address)
-        return self._writable is not False
+        if self._reachable is None and address:
+            self._reachable = writable(address)
+        return self._reachable is not False
 
 
 def writable(address: int) -> bool:

@@ -14,6 +14,7 @@ Torch 2.4 to 2.14; the parts that differ by version name it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import math
 import sys
@@ -26,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from oomproof.measure import answers as answers_module
 from oomproof.measure import known as known_module
-from oomproof.measure.answers import CHECKED, affects_memory, count_in_backward, expected_reads
+from oomproof.measure.answers import CHECKED, affects_memory, expected_reads
 from oomproof.measure.known import FLOATS, TINY, Known, NotHere, covers_storage, host_view, tensors_in
 from oomproof.phantom.device import Device
 
@@ -42,13 +43,13 @@ _LONG_LIST = 64
 _NOTED = 1 << 16
 
 #: Nothing of a tensor's values changes.
-_UNTOUCHED = frozenset(("aten::record_stream", "aten::_version", "aten::set_data", "aten::requires_grad_"))
+_UNTOUCHED = frozenset(("aten::record_stream", "aten::set_data", "aten::requires_grad_", "aten::set_", "aten::resize_"))
 _EMPTY = frozenset(
     "aten::" + n for n in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
 )
 _COLLECTIVES = frozenset(("c10d", "_c10d_functional", "_dtensor"))
 #: Collectives that leave the tensors they are given as they are on a phantom rank.
-_UNCHANGED = ("allreduce", "broadcast", "reduce_", "send", "barrier", "monitored_barrier", "gather_")
+_UNCHANGED = frozenset(("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "send", "barrier"))
 _COMPUTED = frozenset(("aten", "prims", "torchvision"))
 
 #: Elementwise operators and reductions that give one value when their inputs have one value throughout.
@@ -114,7 +115,7 @@ class Plan:
             if not any("Tensor" in k for k in kinds) or all(
                 r.alias_info is not None or "Tensor" not in k for r, k in zip(schema.returns, kinds)
             ):
-                return _TO_COPY if short == "to" else _NOTHING
+                return {"to": _TO_COPY, "lift_fresh": _GENERAL}.get(short, _NOTHING)
             if self.name in ("aten::_to_copy", "aten::to"):
                 return _TO_COPY
             return _FRESH if kinds == ["Tensor"] else _GENERAL
@@ -153,6 +154,7 @@ class Mirror(TorchDispatchMode):
         self._entries = self._known.entries
         self._plans: dict[int, Plan] = {}
         self._paused = threading.local()
+        self._backward_reads = False
         self._generator = torch.Generator()
         _never_compile()
         if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):
@@ -179,11 +181,11 @@ class Mirror(TorchDispatchMode):
         for kind in types:
             if kind.__torch_dispatch__ is not _PLAIN:
                 return NotImplemented  # DTensor, FakeTensor ... unfold themselves and come back with plain tensors
-        answers: list[Any] = []  # filled by on_read, which finds it in this frame
+        answers: list[Any] = []  # noqa: F841 - for on_read, which finds it in this frame
         out = func(*args, **kwargs) if kwargs else func(*args)
         plan = self._plans.get(id(func)) or self._plan(func)
         kind = plan.kind
-        if kind == _NOTHING:
+        if kind == _NOTHING or out is None and kind != _SEVERAL:
             return out
         if kind == _FRESH or kind == _TO_COPY:
             if out.dtype in FLOATS and out.numel() > TINY and (kind == _FRESH or not out.is_cuda or args[0].is_cuda):
@@ -194,10 +196,10 @@ class Mirror(TorchDispatchMode):
                 if self._entries:
                     self._entries.pop(into.untyped_storage()._cdata, None)
                 return out
-        elif kind == _SEVERAL and self._forgot_many(plan, args):
-            return out
+        elif kind == _SEVERAL:
+            if self._forgot_many(plan, args):
+                return out
         self._after(plan, args, kwargs or {}, out)
-        del answers
         return out
 
     def _plan(self, func: Any) -> Plan:
@@ -205,18 +207,18 @@ class Mirror(TorchDispatchMode):
         return plan
 
     def _forgot_many(self, plan: Plan, args: Any) -> bool:
-        """Handle an optimizer's operators over long lists: whatever was known of what they write is forgotten."""
-        many = args[0] if args else None
-        if not isinstance(many, (list, tuple)) or len(many) <= _LONG_LIST or plan.name.startswith("aten::_amp_"):
+        """Handle an optimizer's operators over lists: whatever was known of what they write is forgotten."""
+        if not args or not _beyond(args[0]) or plan.name.startswith("aten::_amp_"):
             return False
         pop = self._entries.pop
         for position, _ in plan.written:
-            value = args[position] if position < len(args) else None
-            for tensor in value if isinstance(value, (list, tuple)) else ():
+            for tensor in tensors_in(args[position]) if position < len(args) else ():
                 pop(tensor.untyped_storage()._cdata, None)
-        return True
+        return len(plan.written) == 1 or plan.written[-1][0] < len(args)
 
     def _after(self, plan: Plan, args: Any, kwargs: Any, out: Any) -> None:
+        if not plan.written and args and plan.finite is None and plan.kind != _TO_COPY and _beyond(args[0]):
+            return  # computed from more floats than the mirror follows
         try:
             written = [t for t in plan.written_in(args, kwargs) if _is_ours(t)] if plan.written else []
             fresh = [t for t in tensors_in(out) if _is_ours(t) and not any(t is w for w in written)]
@@ -234,12 +236,16 @@ class Mirror(TorchDispatchMode):
     def _compute(self, plan: Plan, args: Any, kwargs: Any, out: Any, fresh: list[Any], written: list[Any]) -> bool:
         """Make the results known; return False where they are not, and what was written must be forgotten."""
         known = self._known
-        if not known.reachable((fresh or written)[0]) or torch._C._cuda_isCurrentStreamCapturing():
+        if not known.reachable((fresh or written)[0].data_ptr()) or torch._C._cuda_isCurrentStreamCapturing():
             return False
         if plan.namespace in _COLLECTIVES:
             return self._collective(plan, args, fresh)
         if plan.namespace not in _COMPUTED:
             return False
+        if plan.name == "aten::lift_fresh":  # torch.tensor(3, device="cuda"): copied without an operator
+            if fresh[0].numel() * fresh[0].element_size() <= self._limit_bytes and known.entry(fresh[0]) is None:
+                known.add(fresh[0])
+            return True
         if plan.name in _EMPTY:
             return self._empty(fresh)
         if plan.name == "aten::_amp_foreach_non_finite_check_and_unscale_":
@@ -287,19 +293,13 @@ class Mirror(TorchDispatchMode):
             result = self._sample(func, host_args, host_kwargs, (fresh or written)[0])
         else:
             result = func(*host_args, **host_kwargs)
-        if fresh:
-            real, computed = list(tensors_in(out)), list(tensors_in(result))
-            if len(real) != len(computed):
-                return False
-            for target, value in zip(real, computed):
-                if any(target is t for t in fresh):
-                    if target.shape != value.shape or target.dtype != value.dtype:
-                        return False
-                    view = host_view(target)
-                    if view.data_ptr() != value.data_ptr():  # _unsafe_view gives its input's memory
-                        view.copy_(value)
-            for target in fresh:
-                self._known.add(target)
+        for target, value in zip(tensors_in(out), tensors_in(result)) if fresh else ():
+            if target.shape != value.shape or target.dtype != value.dtype or not any(target is t for t in fresh):
+                continue  # the CPU's _unique2 gives other shapes for results that were not asked for
+            view = host_view(target)
+            if view.data_ptr() != value.data_ptr():  # _unsafe_view gives its input's memory
+                view.copy_(value)
+            self._known.add(target)
         for target in written:
             if self._known.entry(target) is not None:
                 continue
@@ -339,14 +339,11 @@ class Mirror(TorchDispatchMode):
         """Do a host-to-device copy again, on the host: where the driver kept it, it changes nothing."""
         if source.device.type != "cpu" or into.numel() * into.element_size() > self._limit_bytes:
             return False
-        was_known = self._known.entry(into)
-        if was_known is None and not covers_storage(into):
-            if into.untyped_storage().nbytes() > self._limit_bytes or into.storage_offset() or not _is_dense(into):
-                return False
-        elif was_known is not None and was_known.pattern is not None:
+        entry = self._known.entry(into)
+        if entry.pattern is not None if entry is not None else not covers_storage(into):
             return False
         host_view(into).copy_(source)
-        if was_known is None:
+        if entry is None:
             self._known.add(into)
         return True
 
@@ -363,9 +360,9 @@ class Mirror(TorchDispatchMode):
         """Take every rank to hold what this one holds, as the NCCL stand-in does."""
         short = plan.name.partition("::")[2]
         if plan.namespace == "c10d":
-            if short.startswith(_UNCHANGED):
+            if short in _UNCHANGED:
                 return True
-            outputs, inputs = (list(tensors_in(a)) for a in (*args, (), ())[:2])
+            outputs, inputs = ([t for t in tensors_in(a) if _is_ours(t)] for a in (*args, (), ())[:2])
         else:
             outputs, inputs = fresh, list(tensors_in(args[0]))
         same_count = len(inputs) == len(outputs)
@@ -475,12 +472,6 @@ class Mirror(TorchDispatchMode):
             self._unknown_in_operator(func, args, address, size)
             return
         node = torch._C._current_autograd_node()
-        if node is not None and size in (4, 8):
-            with contextlib.suppress(AttributeError, IndexError, RuntimeError, TypeError):
-                count = count_in_backward(node)
-                if count is not None:
-                    self._put(address, count.to_bytes(size, sys.byteorder))
-                    return
         self._device.zero(address, size)
         self._on_unknown(node.name() if node is not None else "copy to the host", node is not None or None)
 
@@ -496,6 +487,8 @@ class Mirror(TorchDispatchMode):
             return False
         if answer is None:
             return False
+        if "index" in func._schema.name and any(t.requires_grad for t in tensors_in(args)):
+            self._backward_reads = True
         self._put(address, answer if isinstance(answer, bytes) else answer.to_bytes(size, sys.byteorder, signed=True))
         return True
 
@@ -512,15 +505,18 @@ class Mirror(TorchDispatchMode):
         self._on_unknown(operation, affects_memory(name, dtype))
 
     def _put(self, address: int, data: bytes) -> None:
-        if self._known.can_write(address):
-            known_module.ctypes.memmove(address, data, len(data))
+        if self._known.reachable(address):
+            ctypes.memmove(address, data, len(data))
 
     # ---- threads ---------------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Take the mirror off this thread's modes, if it is the topmost; pair with ``resume``."""
+        """Take the mirror off this thread's modes for a backward pass, if it is the topmost; pair with ``resume``.
+
+        It stays where ``x[mask]`` was in the forward pass: its backward reads the number of elements again.
+        """
         stack = self._paused.__dict__.setdefault("stack", [])
-        on_top = _get_current_dispatch_mode() is self
+        on_top = not self._backward_reads and _get_current_dispatch_mode() is self
         if on_top:
             torch._C._pop_torch_dispatch_stack(None)
         stack.append(on_top)
@@ -618,8 +614,13 @@ def _is_ours(tensor: Any) -> bool:
     return tensor.is_cuda and type(tensor).__torch_dispatch__ is _PLAIN and tensor.layout is torch.strided
 
 
-def _is_dense(tensor: Any) -> bool:
-    return bool(torch._C._is_alias_of is not None and tensor.is_contiguous())
+def _beyond(value: Any) -> bool:
+    """Return whether a first argument makes computing hopeless: many floats, or many tensors."""
+    if isinstance(value, (list, tuple)):
+        if len(value) > _LONG_LIST:
+            return True
+        value = value[0] if value else None
+    return isinstance(value, torch.Tensor) and value.dtype in FLOATS and value.numel() > TINY
 
 
 def _on_host(value: Any) -> Any:
@@ -661,8 +662,11 @@ def _never_compile() -> None:
     from torch._C._dynamo import eval_frame
 
     if hasattr(eval_frame, "set_code_exec_strategy"):  # 2.7
-        skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-        never = functools.partial(_call_swapped, eval_frame.set_code_exec_strategy, skip)
+        action = eval_frame._FrameAction
+        skip = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+
+        def never(code: Any) -> None:
+            eval_frame.set_code_exec_strategy(code, skip)
     else:
         never = eval_frame.skip_code
     for module in (sys.modules[__name__], answers_module, known_module):
@@ -673,10 +677,6 @@ def _never_compile() -> None:
                 code = getattr(getattr(member, "__func__", member), "__code__", None)
                 if code is not None:
                     never(code)
-
-
-def _call_swapped(function: Any, second: Any, first: Any) -> None:
-    function(first, second)
 
 
 def _pass_higher_order_operators() -> None:

@@ -512,18 +512,17 @@ API cudnnStatus_t cudnnGetRNNWeightParams(cudnnHandle_t handle, cudnnRNNDescript
     const struct rnn *rnn = (const struct rnn *)descriptor;
     size_t element = type_size(rnn->type);
     int rows, columns;
-    if (id >= matrix_count(rnn)) { /* asked for the projection of a network without one */
-        *matrix_address = *bias_address = NULL;
-        return CUDNN_STATUS_SUCCESS;
-    }
+    if (matrix_address) *matrix_address = NULL;
+    if (bias_address) *bias_address = NULL;
+    if (id >= matrix_count(rnn)) return CUDNN_STATUS_SUCCESS; /* the projection of a network without one */
     matrix_shape(rnn, layer / rnn->directions, id, &rows, &columns);
-    set_tensor((struct tensor *)matrix, rnn->type, 3, (int[]){1, rows, columns}, (int[]){rows * columns, columns, 1});
-    *matrix_address = (char *)weights + offset_of(rnn, layer, id, 0) * element;
-    *bias_address = NULL;
-    if (has_bias(rnn, id)) {
+    if (matrix)
+        set_tensor((struct tensor *)matrix, rnn->type, 3, (int[]){1, rows, columns}, (int[]){rows * columns, columns, 1});
+    if (matrix_address) *matrix_address = (char *)weights + offset_of(rnn, layer, id, 0) * element;
+    if (!has_bias(rnn, id)) return CUDNN_STATUS_SUCCESS;
+    if (bias)
         set_tensor((struct tensor *)bias, rnn->type, 3, (int[]){1, rnn->hidden, 1}, (int[]){rnn->hidden, 1, 1});
-        *bias_address = (char *)weights + offset_of(rnn, layer, id, 1) * element;
-    }
+    if (bias_address) *bias_address = (char *)weights + offset_of(rnn, layer, id, 1) * element;
     return CUDNN_STATUS_SUCCESS;
 }
 

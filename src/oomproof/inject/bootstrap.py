@@ -6,11 +6,13 @@ library only, Python 3.9 or newer: this is the user's interpreter.
 
 from __future__ import annotations
 
+import atexit
 import importlib.abc
 import importlib.machinery
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Callable
@@ -20,6 +22,7 @@ from oomproof.phantom.device import Device
 
 CONFIG = "config.json"
 GPU_STATE = "gpus.state"
+AUTOGRAD_SECONDS = 0.02
 
 
 def start(run_folder: str) -> None:
@@ -57,6 +60,9 @@ def _refuse(folder: Path, message: str) -> None:
 
 
 def _torch_imported(torch: ModuleType, device: Device, config: dict[str, Any], folder: Path) -> None:
+    # A backward pass takes no time here, so a short script can end while autograd's thread still lets go of Python
+    # objects; torch 2.14 then aborts ("terminate called without an active exception").
+    atexit.register(time.sleep, AUTOGRAD_SECONDS)
     capability = config["gpus"][0]["major"] * 10 + config["gpus"][0]["minor"]
     flags = torch._C._cuda_getArchFlags() or ""
     device.set_binary_version(newest_architecture(flags, capability))

@@ -66,16 +66,18 @@ class Observer:
         """Start observing: hooks at once, the allocator's trace as soon as CUDA is initialised."""
         self.hooks.install()
         self.counters.install()
+        self.reads.install()
         self.torch.cuda._lazy_call(self._cuda_ready)
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
         self.finished = True  # a forked child (a DataLoader worker) is not a run of its own
+        self.hooks.active = False
+        self.reads.pause()
 
     def _cuda_ready(self) -> None:
         self.counters.ready = True
-        self.reads.install()
         self.torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)
         self._record(True)
 

@@ -8,7 +8,7 @@ import threading
 from types import FrameType, ModuleType
 from typing import Any, Optional
 
-from oomproof.measure.values import Keep, Mirror
+from oomproof.measure.values import KeptValues, Mirror
 from oomproof.phantom.device import Device
 
 STACK_LINES = 8
@@ -21,20 +21,27 @@ class ValueReads:
         self._torch = torch
         self._counts: dict[tuple[str, str], list[Any]] = {}
         self._lock = threading.Lock()
-        kind = Mirror if config["values"] == "mirror" else Keep
-        self._values: Any = kind(device, limit_bytes=config["keep_bytes"], on_unknown=self._unknown)
+        self._device = device
+        self._mirror: Optional[Mirror] = None
+        if config["values"] == "mirror":
+            self._mirror = Mirror(device, limit_bytes=config["keep_bytes"], on_unknown=self._unknown)
+        self._on_read = self._mirror.on_read if self._mirror else KeptValues(self._unknown).on_read
 
     def install(self) -> None:
-        """Begin: from here on values are kept and reads are seen."""
-        self._values.install()
+        """Begin. At the import of torch no other mode can be active, so nobody's order of leaving modes is upset."""
+        self._device.on_read(self._on_read)
+        if self._mirror:
+            self._mirror.__enter__()
 
     def pause(self) -> None:
         """Leave the mirror out of a backward pass, where it would only cost time."""
-        self._values.pause()
+        if self._mirror:
+            self._mirror.pause()
 
     def resume(self) -> None:
         """Bring the mirror back after a backward pass."""
-        self._values.resume()
+        if self._mirror:
+            self._mirror.resume()
 
     def _unknown(self, operation: str, affects_memory: Optional[bool]) -> None:
         key = (_user_line(self._torch), operation)

@@ -32,6 +32,7 @@ def run(
     *,
     gpu: str | GPUSpec | None = None,
     memory: str | int | None = None,
+    gpus: int | None = None,
     steps: int | None = 3,
     until_stable: bool = False,
     values: str = "mirror",
@@ -47,8 +48,8 @@ def run(
     """Run a command on a phantom GPU and return what it showed.
 
     ``command`` is a script's path or a list such as ``["python", "train.py", "--lr", "1e-4"]``. ``gpu`` is a catalogue
-    name or a GPUSpec (default: the catalogue's default), ``memory`` overrides its memory: bytes or "20GiB". The
-    command is stopped after ``steps`` optimizer steps (None: never). With allocation failures it is run a second time
+    name or a GPUSpec (default: the catalogue's default), ``memory`` overrides its memory: bytes or "20GiB".
+    ``gpus`` is how many of it the machine has (default: what a launcher such as torchrun asks for, else 1). The command is stopped after ``steps`` optimizer steps (None: never). With allocation failures it is run a second time
     with unlimited memory, for the demand. ``values`` is "mirror" or "keep", ``platform`` "linux" or "wsl" (how the
     driver orders addresses). ``output`` names a capture to write, ``snapshot`` adds PyTorch's memory snapshot to it.
     ``quiet`` hides what the command prints. ``on_step`` is called with each step's peaks while the command runs.
@@ -59,6 +60,7 @@ def run(
     words = [os.fspath(command)] if isinstance(command, (str, os.PathLike)) else list(command)
     settings = launch.Settings(
         gpu=resolve_gpu(gpu, memory),
+        gpu_count=_gpu_count(gpus, words),
         values=_one_of("values", values, ("mirror", "keep")),
         platform=_one_of("platform", platform, ("linux", "wsl")),
         steps=_positive("steps", steps),
@@ -128,6 +130,13 @@ def _positive(what: str, value: int | None) -> int | None:
     if value is not None and value < 1:
         raise UsageError(f"{what} is {value}; it must be at least 1, or 'all'")
     return value
+
+
+def _gpu_count(asked: int | None, command: Sequence[str]) -> int:
+    count = launch.gpus_wanted(command) if asked is None else asked
+    if not 1 <= count <= launch.MOST_GPUS:
+        raise UsageError(f"{count} GPUs asked for; one machine can have 1 to {launch.MOST_GPUS}")
+    return count
 
 
 def _check_output(path: Path) -> None:

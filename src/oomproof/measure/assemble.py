@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,11 +64,7 @@ def assemble(
     Raises ScriptError when no process imported torch, since then nothing was measured.
     """
     if not limited.findings:
-        how = f"ended with exit code {limited.exit_code}" if limited.exit_code else "ended well"
-        raise ScriptError(
-            f"nothing was measured: the command {how} and no Python process of it imported torch. Check that it "
-            "starts the training itself, and that Python is not started with -I, -E or -S"
-        )
+        raise ScriptError(_nothing(limited))
     ranks = _leaders(limited.findings)
     lead = max(ranks, key=_height)
     verdict = _verdict(limited, lead)
@@ -107,6 +104,20 @@ def assemble(
         oom=m.OOM(**lead["oom"]) if lead["oom"] else None,
         ranks=_rank_rows(ranks, demand_ranks, limited) if len(ranks) > 1 else (),
         notes=tuple(_notes(limited, lead, shown)),
+    )
+
+
+def _nothing(outcome: Outcome) -> str:
+    code = outcome.exit_code
+    if code < 0:
+        return (
+            f"nothing was measured: the command was killed by {signal.Signals(-code).name}. If a plain run of it without "
+            "oomproof gets further, please report it with the output of OOMPROOF_TRACE=1"
+        )
+    how = f"ended with exit code {code}" if code else "ended well"
+    return (
+        f"nothing was measured: the command {how} and no Python process of it got as far as torch. Check that it starts "
+        "the training itself, and that Python is not started with -I, -E or -S"
     )
 
 

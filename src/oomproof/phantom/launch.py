@@ -20,6 +20,7 @@ SITE = Path(oomproof.__file__).parent / "inject" / "site"
 
 #: Host-to-device copies up to this size keep their values. 1 MiB holds the token ids of 131,072 tokens.
 KEEP_BYTES = 1 << 20
+MOST_GPUS = 16  # OOM_MAX_DEVICES in driver/device.h
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,24 @@ def resolve_command(command: Sequence[str], *, folder: Path | None = None) -> li
     if shutil.which(first) is None:
         raise UsageError(f"{first!r} is no program that can be started here; check the name or give its full path")
     return list(command)
+
+
+_LAUNCHER_OPTIONS = ("--nproc-per-node", "--nproc_per_node", "--num_processes", "--num-processes", "--num_gpus")
+
+
+def gpus_wanted(command: Sequence[str]) -> int:
+    """Return how many GPUs a launcher's own options ask for on this machine; 1 when they do not say.
+
+    Understands torchrun, accelerate launch and deepspeed, up to the script they start.
+    """
+    for position, word in enumerate(command):
+        if word.endswith(".py"):
+            break
+        name, _, value = word.partition("=")
+        if name in _LAUNCHER_OPTIONS:
+            value = value or (command[position + 1] if position + 1 < len(command) else "")
+            return int(value) if value.isdigit() and int(value) > 0 else 1
+    return 1
 
 
 def default_python() -> str:

@@ -633,7 +633,7 @@ static size_t event_count;
 void oom_event(int kind, const void *address, uint64_t size, const char *what) {
     pthread_mutex_lock(&lock);
     if (!events) events = malloc(EVENT_CAPACITY * sizeof *events);
-    for (size_t i = event_count; kind == OOM_EVENT_WORKSPACE && events && i > 0 && i + 64 > event_count; i--) {
+    for (size_t i = event_count; kind <= OOM_EVENT_COMMUNICATION && events && i > 0 && i + 64 > event_count; i--) {
         struct oom_event *last = &events[i - 1]; /* a workspace that is used again and again is one event */
         if (last->kind == kind && last->address == (uint64_t)address && last->size == size) goto done;
     }

@@ -140,10 +140,16 @@ API int ncclRedOpCreatePreMulSum(int *operation, void *scalar, int type, int res
     return 0;
 }
 
+/* Where a collective writes is a communication buffer, unless it turns out to be a gradient or a parameter. */
+static void note(const void *buffer, size_t size, void *communicator) {
+    if (((struct communicator *)communicator)->ranks > 1) oom_event(OOM_EVENT_COMMUNICATION, buffer, size, "NCCL");
+}
+
 /* Small buffers are really filled, so that a script that compares what ranks sent sees equal values. */
 API int ncclAllReduce(const void *from, void *to, size_t count, int type, int operation, void *communicator, void *s) {
     TRACE();
-    (void)operation, (void)communicator, (void)s;
+    (void)operation, (void)s;
+    note(to, count * type_size(type), communicator);
     if (from != to) oom_copy(to, from, count * type_size(type));
     return 0;
 }
@@ -169,6 +175,7 @@ API int ncclAllGather(const void *from, void *to, size_t count, int type, void *
     (void)s;
     size_t size = count * type_size(type);
     int ranks = ((struct communicator *)communicator)->ranks;
+    note(to, size * (size_t)ranks, communicator);
     if (size > (64 << 10)) return 0; /* large buffers hold no kept values */
     for (int i = 0; i < ranks; i++)
         if ((char *)to + (size_t)i * size != from) oom_copy((char *)to + (size_t)i * size, from, size);
@@ -180,6 +187,7 @@ API int ncclReduceScatter(const void *from, void *to, size_t count, int type, in
     TRACE();
     (void)operation, (void)s;
     size_t size = count * type_size(type);
+    note(from, size * (size_t)((struct communicator *)communicator)->ranks, communicator);
     const char *own = (const char *)from + size * (size_t)((struct communicator *)communicator)->rank;
     if (own != to) oom_copy(to, own, size);
     return 0;

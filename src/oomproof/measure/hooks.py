@@ -234,11 +234,11 @@ class Hooks:
         self.gradients = None
         self.observer.end_step()
 
-    # Optimizers that do not derive from torch's: a step has happened when gradients that the last backward pass left
-    # are gone or were zeroed.
+    # Where no optimizer of torch's was built, a step has happened when the gradients that the last backward pass left
+    # are gone or were written to, or parameters were. Clipping writes to gradients too, so this is a last resort.
 
     def _sample_gradients(self) -> None:
-        if self.hooked_optimizer:
+        if self.built:
             return
         sample = []
         for root in self.roots.values():
@@ -250,7 +250,7 @@ class Hooks:
         self.gradients = sample
 
     def _stepped_unseen(self) -> bool:
-        if self.hooked_optimizer or not self.gradients:
+        if self.built or not self.gradients:
             return False
         for parameter, address, version, own_version in self.gradients:
             gradient = parameter.grad

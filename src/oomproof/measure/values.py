@@ -78,14 +78,15 @@ _PLAIN = torch._C._disabled_torch_dispatch_impl
 class Plan:
     """What to do after one operator, worked out from its schema once."""
 
-    __slots__ = ("call", "finite", "func", "kind", "name", "namespace", "overwrites", "random", "written")
+    __slots__ = ("call", "finite", "func", "kind", "name", "namespace", "needs_first", "overwrites", "random",
+                 "shape_only", "written")  # fmt: skip
 
     def __init__(self, func: Any) -> None:
         #: An OpOverload's own __call__ only passes on; without it an operator costs 0.1 µs less.
         self.call = func._op if type(func) is torch._ops.OpOverload else func
         self.func = func  # keeps the id, by which plans are found, from being given to another operator
         self.written: list[tuple[int, str]] = []
-        self.overwrites = self.random = False
+        self.overwrites = self.random = self.shape_only = self.needs_first = False
         self.finite: str | None = None
         schema = getattr(func, "_schema", None)
         self.name: str = schema.name if schema is not None else ""
@@ -96,7 +97,8 @@ class Plan:
         for position, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self.written.append((position, argument.name))
-        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        self.shape_only = short.endswith("_like") or short.startswith("new_")
         self.overwrites = (
             any(a.is_out for a in schema.arguments)
             or short in ("copy_", "fill_", "zero_")
@@ -105,6 +107,10 @@ class Plan:
         if short in _OF_FINITE or short in _AGAINST_INFINITY:
             self.finite = short
         self.kind = self._kind(schema, short)
+        self.needs_first = (
+            not self.written and self.finite is None and not self.shape_only
+            and self.kind in (_FRESH, _GENERAL) and short != "lift_fresh" and self.namespace not in _COLLECTIVES
+        )  # fmt: skip
 
     def _kind(self, schema: Any, short: str) -> int:
         kinds = [str(r.type) for r in schema.returns]
@@ -226,8 +232,13 @@ class Mirror(TorchDispatchMode):
         return len(plan.written) == 1 or plan.written[-1][0] < len(args)
 
     def _after(self, plan: Plan, args: Any, kwargs: Any, out: Any) -> None:
-        if not plan.written and args and plan.finite is None and plan.kind != _TO_COPY and _beyond(args[0]):
-            return  # computed from more floats than the mirror follows
+        if plan.needs_first and args:
+            first = args[0]
+            if isinstance(first, torch.Tensor) and first.is_cuda:
+                if first.untyped_storage()._cdata not in self._entries:
+                    return  # computed from what nobody knows
+            elif _beyond(first):
+                return
         try:
             written = [t for t in plan.written_in(args, kwargs) if _is_ours(t)] if plan.written else []
             fresh = [t for t in tensors_in(out) if _is_ours(t) and not any(t is w for w in written)]
@@ -276,6 +287,8 @@ class Mirror(TorchDispatchMode):
         return bool(tensor.numel() * tensor.element_size() <= self._limit_bytes)
 
     def _inputs_known(self, plan: Plan, args: Any, kwargs: Any) -> bool:
+        if plan.shape_only and plan.name not in ("aten::full_like", "aten::new_full"):
+            return True
         skip = {id(t) for t in plan.written_in(args, kwargs)} if plan.overwrites else ()
         for tensor in tensors_in([list(args), list(kwargs.values())]):
             if id(tensor) in skip:

@@ -1,0 +1,53 @@
+"""Fixtures of the tests that need the CUDA build of torch, and no GPU."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+from pathlib import Path
+
+import child as child_module
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@functools.cache
+def _missing() -> str | None:
+    code = (
+        "import importlib.util as u, pathlib as p, sys; s = u.find_spec('torch'); "
+        "sys.exit(not (s and (p.Path(s.origin).parent / 'lib' / 'libtorch_cuda.so').exists()))"
+    )
+    done = subprocess.run([child_module.PYTHON, "-c", code], capture_output=True)
+    return None if done.returncode == 0 else f"no CUDA build of torch in {child_module.PYTHON}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.phantom)
+
+
+@pytest.fixture(autouse=True)
+def _torch_there() -> None:
+    if _missing():
+        pytest.skip(_missing() or "")
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> child_module.Child:
+    """Run a function under the phantom: ``child(body, *arguments, gpu="t4")`` returns what it returns."""
+    return child_module.Child(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def version() -> tuple[int, ...]:
+    """The tested torch's version, (2, 14) for 2.14.1."""
+    return child_module.torch_version()
+
+
+@pytest.fixture
+def transformers() -> None:
+    """Skip where the tested interpreter has no transformers."""
+    if not child_module.has_module("transformers"):
+        pytest.skip("transformers is not installed beside the tested torch")

@@ -1,0 +1,39 @@
+# Each goal makes the environment that it needs in .venv on first use (about 5.5 GB: the CUDA build of torch).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+GPU ?= t4
+TORCH := torch==2.14.1 torchvision==0.29.1
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input --quiet
+
+.PHONY: demo test check test-versions environment clean
+.DELETE_ON_ERROR:
+
+demo: environment
+	$(BIN)/oomproof run --gpu $(GPU) -- examples/train_gpt2.py
+
+test: environment
+	$(BIN)/python -m pytest
+
+check: environment
+	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests examples
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/unit
+
+# The same tests with the torch of other interpreters: make test-versions PYTHONS="a/bin/python b/bin/python"
+test-versions: environment
+	set -e; for python in $(PYTHONS); do \
+	    OOMPROOF_TEST_PYTHON=$$python $(BIN)/python -m pytest tests/phantom; done
+
+environment: $(VENV)/stamp
+
+$(VENV)/stamp: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing torch and what the tests need into $(VENV), 5.5 GB; this happens once" >&2
+	$(PIP) $(TORCH) transformers accelerate nvitop
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

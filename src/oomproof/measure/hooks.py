@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import weakref
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -34,7 +35,7 @@ class Hooks:
         self.reached: dict[str, Any] = {}
         self.last_output = 0
         self.labelled: set[tuple[int, int]] = set()
-        self.roots: dict[int, Any] = {}
+        self.roots: Any = weakref.WeakValueDictionary()  # a model that the script drops must go
         self.built: dict[int, None] = {}  # optimizers that were constructed
         self.cycle: list[int] = []  # optimizers that made this step
         self.last_cycle: list[int] = []
@@ -112,8 +113,9 @@ class Hooks:
             self.observer.end_call(name)
 
     def _enter_root(self, module: Any, args: Any, kwargs: Any) -> None:
-        if id(module) not in self.roots:
+        if self.roots.get(id(module)) is not module:
             self.roots[id(module)] = module
+            self.labelled -= {(id(module), step) for step in (1, 2)}  # of a module that is gone
             for name, child in module.named_modules():
                 kind = type(child).__name__
                 self.names[id(child)] = f"{name} ({kind})" if name else kind
@@ -241,10 +243,12 @@ class Hooks:
         if self.built:
             return
         sample = []
-        for root in self.roots.values():
+        for root in list(self.roots.values()):
             for parameter in root.parameters():
                 if parameter.grad is not None:
-                    sample.append((parameter, parameter.grad.data_ptr(), parameter.grad._version, parameter._version))
+                    gradient = parameter.grad
+                    kept = (weakref.ref(parameter), gradient.data_ptr(), gradient._version, parameter._version)
+                    sample.append(kept)
                 if len(sample) == SAMPLED_GRADIENTS:
                     break
         self.gradients = sample
@@ -252,7 +256,10 @@ class Hooks:
     def _stepped_unseen(self) -> bool:
         if self.built or not self.gradients:
             return False
-        for parameter, address, version, own_version in self.gradients:
+        for reference, address, version, own_version in self.gradients:
+            parameter = reference()
+            if parameter is None:
+                continue
             gradient = parameter.grad
             if gradient is None or gradient.data_ptr() != address or gradient._version != version:
                 return True
@@ -263,7 +270,7 @@ class Hooks:
     # ---- what is where ----------------------------------------------------------------------------------------------------------
 
     def _label_gradients(self) -> None:
-        gradients = [p.grad for root in self.roots.values() for p in root.parameters() if p.grad is not None]
+        gradients = [p.grad for root in list(self.roots.values()) for p in root.parameters() if p.grad is not None]
         self.observer.label("gradient", self._addresses(gradients))
 
     def _addresses(self, found: Any, depth: int = 3) -> list[int]:

@@ -71,7 +71,9 @@ def main() -> None:
     three = alternating(lambda: trained(False, 3), lambda: trained(True, 3))
     print(f"observed 3 steps  {three[1][1]:6.2f} s   bare {three[0][1]:6.2f} s    {three[1][1] / three[0][1]:5.2f} x")
     tracked = tracker_step()
-    print(f"MemTracker step   {tracked:6.2f} s   observed step {watched[0] * 1e3:6.1f} ms  {tracked / watched[0]:5.0f} x")
+    print(
+        f"MemTracker step   {tracked:6.2f} s   observed step {watched[0] * 1e3:6.1f} ms  {tracked / watched[0]:5.0f} x"
+    )
 
 
 def alternating(first, second):  # type: ignore[no-untyped-def]
@@ -105,7 +107,10 @@ def trained(observe: bool, steps: int = STEPS) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         process = launch.start(
-            [sys.executable, str(SCRIPT), "--steps", str(steps)], settings, Path(folder), stdout=subprocess.PIPE
+            [sys.executable, str(SCRIPT), "--steps", str(steps)],
+            settings,
+            Path(folder),
+            stdout=subprocess.PIPE,
         )
         output = process.communicate()[0].decode()
         seconds = time.perf_counter() - started

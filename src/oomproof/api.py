@@ -48,11 +48,13 @@ def run(
     """Run a command on a phantom GPU and return what it showed.
 
     ``command`` is a script's path or a list such as ``["python", "train.py", "--lr", "1e-4"]``. ``gpu`` is a catalogue
-    name or a GPUSpec (default: the catalogue's default), ``memory`` overrides its memory: bytes or "20GiB".
-    ``gpus`` is how many of it the machine has (default: what a launcher such as torchrun asks for, else 1). The command is stopped after ``steps`` optimizer steps (None: never). With allocation failures it is run a second time
-    with unlimited memory, for the demand. ``values`` is "mirror" or "keep", ``platform`` "linux" or "wsl" (how the
-    driver orders addresses). ``output`` names a capture to write, ``snapshot`` adds PyTorch's memory snapshot to it.
-    ``quiet`` hides what the command prints. ``on_step`` is called with each step's peaks while the command runs.
+    name or a GPUSpec (default: the catalogue's default), ``memory`` overrides its memory: bytes or "20GiB". ``gpus``
+    is how many of it the machine has (default: what a launcher such as torchrun asks for, else 1). The command is
+    stopped after ``steps`` optimizer steps (None: never), with ``until_stable`` when two in a row have the same peak.
+    When allocations failed it is run a second time with unlimited memory, for the demand. ``values`` is "mirror" or
+    "keep", ``platform`` "linux" or "wsl" (how the driver orders addresses). ``output`` names a capture to write,
+    ``snapshot`` adds PyTorch's memory snapshot to it. ``quiet`` hides what the command prints. ``on_step`` is called
+    with each step's peaks while the command runs.
 
     Raises UsageError for a wrong request, EnvironmentMissingError when torch or a compiler is missing, ScriptError
     when nothing could be measured, KeyboardInterrupt after ending the command's processes.

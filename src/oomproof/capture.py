@@ -29,9 +29,7 @@ SNAPSHOT_MEMBER = "snapshot.pickle"
 MAX_MEASUREMENT_BYTES = 64 * 2**20  # uncompressed
 
 _CHUNK_BYTES = 2**16
-_MAX_READ_BYTES = (
-    2**20
-)  # the largest single read: zipfile reads the table of contents at once, whatever its size
+_MAX_READ_BYTES = 2**20  # the largest single read: zipfile reads the table of contents at once, whatever its size
 _DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
@@ -44,9 +42,7 @@ _DAMAGE = (
 )
 
 
-def write_capture(
-    path: str | os.PathLike[str], measurement: Measurement, snapshot: bytes | Path | None = None
-) -> None:
+def write_capture(path: str | os.PathLike[str], measurement: Measurement, snapshot: bytes | Path | None = None) -> None:
     """Write ``measurement``, and the memory snapshot if given, to ``path`` in one atomic step.
 
     ``snapshot`` is PyTorch's pickle, as bytes or as the file that holds it. Raises UsageError when
@@ -55,9 +51,7 @@ def write_capture(
     """
     text = json.dumps(measurement.to_json(), indent=2, allow_nan=False).encode() + b"\n"
     if len(text) > MAX_MEASUREMENT_BYTES:
-        raise CaptureError(
-            f"{path}: the measurement is over 64 MiB of JSON; measure fewer steps with --steps"
-        )
+        raise CaptureError(f"{path}: the measurement is over 64 MiB of JSON; measure fewer steps with --steps")
     with _replacing(Path(path)) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(_member(MEASUREMENT_MEMBER), text)
         if snapshot is None:
@@ -105,8 +99,7 @@ def _read_member(file: BinaryIO) -> bytes:
             found = [item for item in archive.infolist() if item.filename == MEASUREMENT_MEMBER]
             if not found:
                 raise CaptureError(
-                    f"it is a zip without {MEASUREMENT_MEMBER}, so not a capture; "
-                    "write one with `oomproof run -o FILE`"
+                    f"it is a zip without {MEASUREMENT_MEMBER}, so not a capture; write one with `oomproof run -o FILE`"
                 )
             if len(found) > 1 or found[0].flag_bits & 1:
                 raise CaptureError("no oomproof wrote this zip; write a capture with `oomproof run -o FILE`")
@@ -175,9 +168,7 @@ def _open_snapshot(snapshot: bytes | Path) -> Iterator[BinaryIO]:
     try:
         file = snapshot.open("rb")
     except OSError as error:
-        raise UsageError(
-            f"the snapshot {snapshot} cannot be read: {error.strerror}; give the right path"
-        ) from None
+        raise UsageError(f"the snapshot {snapshot} cannot be read: {error.strerror}; give the right path") from None
     with file:
         yield file
 
@@ -197,14 +188,10 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
         os.replace(temporary, target)
         _sync_folder(target.parent)
     except FileNotFoundError:
-        raise UsageError(
-            f"{path} cannot be written: there is no folder {target.parent}; create it first"
-        ) from None
+        raise UsageError(f"{path} cannot be written: there is no folder {target.parent}; create it first") from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise EnvironmentMissingError(
-                f"{path}: no room left on the disk; free some, or write elsewhere"
-            ) from None
+            raise EnvironmentMissingError(f"{path}: no room left on the disk; free some, or write elsewhere") from None
         raise UsageError(f"{path} cannot be written: {error.strerror}; choose another place") from None
     finally:
         with suppress(OSError):

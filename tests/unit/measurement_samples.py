@@ -47,9 +47,7 @@ def peak(allocated_bytes: int, reserved_bytes: int, outside_bytes: int = 100 * M
 
 def step(number: int, allocated_bytes: int) -> Step:
     """Return a Step that reserves 1 GiB more than it allocates."""
-    return Step(
-        step=number, allocated_bytes=allocated_bytes, reserved_bytes=allocated_bytes + GIB, seconds=0.25
-    )
+    return Step(step=number, allocated_bytes=allocated_bytes, reserved_bytes=allocated_bytes + GIB, seconds=0.25)
 
 
 def fitting(**changes: Any) -> Measurement:
@@ -74,9 +72,7 @@ def fitting(**changes: Any) -> Measurement:
             module="h.11.mlp (GPT2MLP)",
             stack=("model.py:210 forward", "train.py:31 main"),
         ),
-        demand=Demand(
-            allocated_bytes=10 * GIB + 2 * MIB, reserved_bytes=11 * GIB, device_bytes=11 * GIB + 100 * MIB
-        ),
+        demand=Demand(allocated_bytes=10 * GIB + 2 * MIB, reserved_bytes=11 * GIB, device_bytes=11 * GIB + 100 * MIB),
         breakdown=Breakdown(
             parameter_bytes=2 * GIB,
             gradient_bytes=GIB,
@@ -85,9 +81,7 @@ def fitting(**changes: Any) -> Measurement:
             input_bytes=2 * MIB,
         ),
         outside=Outside(cached_bytes=GIB - 2 * MIB, context_bytes=100 * MIB),
-        ranges=(
-            Range(what="context", low_bytes=90 * MIB, high_bytes=140 * MIB, reason="the driver decides"),
-        ),
+        ranges=(Range(what="context", low_bytes=90 * MIB, high_bytes=140 * MIB, reason="the driver decides"),),
         per_step=(step(1, 6 * GIB), step(2, 10 * GIB + 2 * MIB), step(3, 10 * GIB + 2 * MIB)),
     )
     return dataclasses.replace(base, **changes)

@@ -253,9 +253,7 @@ def test_the_file_has_the_usual_permissions(tmp_path: Path) -> None:
     """A capture is as readable as any file that the user's programs write, unlike temporary files."""
     (tmp_path / "usual").touch()
     write_capture(tmp_path / "run.oomp", fitting())
-    assert stat.S_IMODE((tmp_path / "run.oomp").stat().st_mode) == stat.S_IMODE(
-        (tmp_path / "usual").stat().st_mode
-    )
+    assert stat.S_IMODE((tmp_path / "run.oomp").stat().st_mode) == stat.S_IMODE((tmp_path / "usual").stat().st_mode)
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
@@ -273,9 +271,7 @@ def test_equal_measurements_make_equal_files(tmp_path: Path) -> None:
     assert (tmp_path / "a.oomp").read_bytes() == (tmp_path / "b.oomp").read_bytes()
 
 
-def test_a_measurement_too_large_to_read_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_measurement_too_large_to_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No capture is written that ``read_capture`` would refuse."""
     monkeypatch.setattr(capture, "MAX_MEASUREMENT_BYTES", 100)
     with pytest.raises(OomproofError, match="measure fewer steps with --steps"):

@@ -46,9 +46,7 @@ def test_what_json_cannot_hold_is_refused() -> None:
         to_json_text(fitting(per_step=(bad,)))
 
 
-@pytest.mark.parametrize(
-    "module", ["oomproof.capture", "oomproof.measure.measurement", "oomproof.report.json_output"]
-)
+@pytest.mark.parametrize("module", ["oomproof.capture", "oomproof.measure.measurement", "oomproof.report.json_output"])
 def test_reading_and_writing_need_neither_torch_nor_rich(module: str) -> None:
     """Whoever only reads a measurement does not wait for torch or rich."""
     code = f"import sys, {module}; sys.exit(bool({{'torch', 'rich'}} & set(sys.modules)))"

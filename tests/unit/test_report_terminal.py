@@ -26,14 +26,10 @@ from oomproof.report.terminal import print_report, render
 from oomproof.units import GIB, MIB
 
 CONTEXT = Range(what="context", low_bytes=90 * MIB, high_bytes=140 * MIB, reason="the driver decides")
-WORKSPACE = Range(
-    what="cuDNN workspace", low_bytes=0, high_bytes=4 * GIB, reason="the engine is chosen by timing"
-)
+WORKSPACE = Range(what="cuDNN workspace", low_bytes=0, high_bytes=4 * GIB, reason="the engine is chosen by timing")
 
 
-def shown(
-    measurement: Measurement, *, width: int = 80, saved: bool = False, larger_gpu: str | None = None
-) -> str:
+def shown(measurement: Measurement, *, width: int = 80, saved: bool = False, larger_gpu: str | None = None) -> str:
     """Return the report as text, without colour."""
     console = Console(width=width, record=True, file=io.StringIO(), color_system=None)
     print_report(measurement, console, saved=saved, larger_gpu=larger_gpu)
@@ -491,9 +487,7 @@ Steps                      allocated   reserved
             "no room for an allocation of 2.00 GiB along the way",
         ),
         (
-            not_fitting(
-                peak=peak(14 * GIB, T4.memory_bytes - 95 * MIB), outside=Outside(context_bytes=100 * MIB)
-            ),
+            not_fitting(peak=peak(14 * GIB, T4.memory_bytes - 95 * MIB), outside=Outside(context_bytes=100 * MIB)),
             "DOES NOT FIT  peak 14.57 GiB of 14.56 GiB on Tesla T4 (5.0 MiB over): "
             "the low end of the range, 14.56 GiB, would fit",
         ),

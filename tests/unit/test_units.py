@@ -42,9 +42,7 @@ def test_a_size_is_read(text: str, size_bytes: int) -> None:
 )
 def test_what_is_no_size(text: str) -> None:
     """The message repeats the text and shows how a size is written."""
-    with pytest.raises(
-        ValueError, match=r"is not a size; write it like 20GiB, 512MiB or 21474836480$"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"is not a size; write it like 20GiB, 512MiB or 21474836480$") as caught:
         parse_size(text)
     assert str(caught.value).startswith(repr(text))
 

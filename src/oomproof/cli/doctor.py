@@ -42,5 +42,3 @@ def main(
 
 def _plain(check: Any) -> dict[str, Any]:
     return {"what": check.what, "ok": check.ok, "found": check.found, "cure": check.cure}
-
-

@@ -25,19 +25,24 @@ EPILOG = (
 
 def main(
     command: Annotated[
-        list[str], typer.Argument(help="What to run: a script, -m module, or any command such as torchrun or bash.")
+        list[str],
+        typer.Argument(help="What to run: a script, -m module, or any command such as torchrun or bash."),
     ],
     gpu: Annotated[str | None, typer.Option(help="GPU from the catalogue; see `oomproof gpus`.")] = None,
     gpu_file: Annotated[Path | None, typer.Option(help="TOML file that describes a GPU of your own.")] = None,
     memory: Annotated[str | None, typer.Option(help="Override the GPU's memory, such as 20GiB.")] = None,
-    gpus: Annotated[int | None, typer.Option(help="GPUs in the machine; default: what the launcher asks for, or 1.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="GPUs in the machine; default: what the launcher asks for, or 1.")
+    ] = None,
     steps: Annotated[str, typer.Option(help="Optimizer steps to run, or 'all'.")] = "3",
     until_stable: Annotated[bool, typer.Option(help="Stop when two steps in a row have the same peak.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write a capture to this file.")] = None,
     snapshot: Annotated[bool, typer.Option(help="Add PyTorch's memory snapshot to the capture.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the measurement as JSON on standard output.")] = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Hide what the script prints.")] = False,
-    values: Annotated[str, typer.Option(help="mirror: compute small tensors on the CPU too; keep: only copies.")] = "mirror",
+    values: Annotated[
+        str, typer.Option(help="mirror: compute small tensors on the CPU too; keep: only copies.")
+    ] = "mirror",
     platform: Annotated[str, typer.Option(help="Whose driver orders the addresses: linux or wsl.")] = "linux",
 ) -> None:
     """Run a command on a phantom GPU and report its peak memory."""

@@ -97,11 +97,7 @@ def _slice(board: GPUSpec, profile: str, entry: Mapping[str, Any]) -> GPUSpec:
     assert not faults, (board.key, profile, faults)
     sms, memory_eighths, l2_eighths = values["sm_count"], entry["memory_eighths"], entry["l2_eighths"]
     share = sms / board.sm_count
-    whole = {
-        name: text
-        for name, text in board.sources.items()
-        if name not in ("context_bytes", "nvml_memory_bytes")
-    }
+    whole = {name: text for name, text in board.sources.items() if name not in ("context_bytes", "nvml_memory_bytes")}
     guide = cite("{mig-guide}")
     scaled = cite("derived: the board's figure times the slice's eighths of the memory; {mig-guide}")
     sources = {

@@ -40,13 +40,7 @@ def read_capability(raw: object) -> tuple[int, int]:
     if isinstance(raw, list) and len(raw) == 2 and all(type(part) is int for part in raw):
         return raw[0], raw[1]
     major, _, minor = str(raw).partition(".")
-    if (
-        isinstance(raw, str | float)
-        and major.isascii()
-        and major.isdigit()
-        and minor.isascii()
-        and minor.isdigit()
-    ):
+    if isinstance(raw, str | float) and major.isascii() and major.isdigit() and minor.isascii() and minor.isdigit():
         return int(major), int(minor)
     raise ValueError(f'{raw!r} is no compute capability; write it like "8.9"')
 
@@ -111,9 +105,7 @@ def _flag(raw: object) -> bool:
 
 def _context(raw: object) -> tuple[int, int, int]:
     if not isinstance(raw, list) or len(raw) != 3:
-        raise ValueError(
-            f'{raw!r} is no context; write low, typical and high, like ["300MiB", "400MiB", "600MiB"]'
-        )
+        raise ValueError(f'{raw!r} is no context; write low, typical and high, like ["300MiB", "400MiB", "600MiB"]')
     low, typical, high = (_size(item) for item in raw)
     if not low <= typical <= high:
         raise ValueError(f"{raw!r} is out of order; write low, typical and high, the smallest first")

@@ -50,9 +50,7 @@ def load_gpu_file(path: str | Path) -> GPUSpec:
     if base is None and "base" not in {fault.partition(":")[0] for fault in faults}:
         missing = [name for name in REQUIRED if name not in table]
         if missing:
-            faults.append(
-                f'{", ".join(missing)} missing; give them, or start from the catalogue with base = "..."'
-            )
+            faults.append(f'{", ".join(missing)} missing; give them, or start from the catalogue with base = "..."')
     if not faults:
         spec = _merge(path, base, values)
         faults = _contradictions(spec)
@@ -85,18 +83,14 @@ def _read(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
-            raise UsageError(
-                f"GPU file {path} is larger than {MAX_FILE_BYTES // 1024} KiB; is it a GPU file?"
-            )
+            raise UsageError(f"GPU file {path} is larger than {MAX_FILE_BYTES // 1024} KiB; is it a GPU file?")
         return parse_toml(content.decode("utf-8"))
     except OSError as error:
         raise UsageError(f"GPU file {path} cannot be read: {error.strerror}; check the path") from None
     except UnicodeDecodeError:
         raise UsageError(f"GPU file {path} is not UTF-8 text; save it as TOML in UTF-8") from None
     except (ValueError, RecursionError) as error:
-        raise UsageError(
-            f"GPU file {path} is not TOML: {error}; see https://toml.io for the syntax"
-        ) from None
+        raise UsageError(f"GPU file {path} is not TOML: {error}; see https://toml.io for the syntax") from None
 
 
 def _base(name: object) -> tuple[GPUSpec | None, list[str]]:
@@ -115,9 +109,7 @@ def _unknown_capability(values: dict[str, Any]) -> list[str]:
     if capability is None or capability in capabilities():
         return []
     known = ", ".join(f"{major}.{minor}" for major, minor in capabilities())
-    return [
-        f"compute_capability: {capability[0]}.{capability[1]} is not in the catalogue; use one of {known}"
-    ]
+    return [f"compute_capability: {capability[0]}.{capability[1]} is not in the catalogue; use one of {known}"]
 
 
 def _unknown_sources(values: dict[str, Any]) -> list[str]:
@@ -151,9 +143,7 @@ def _merge(path: Path, base: GPUSpec | None, values: dict[str, Any]) -> GPUSpec:
 def _contradictions(spec: GPUSpec) -> list[str]:
     faults = []
     if spec.nvml_memory_bytes is not None and spec.memory_bytes > spec.nvml_memory_bytes:
-        faults.append(
-            "memory_bytes is above nvml_memory_bytes; PyTorch never sees more than nvidia-smi, swap them"
-        )
+        faults.append("memory_bytes is above nvml_memory_bytes; PyTorch never sees more than nvidia-smi, swap them")
     if spec.context_bytes[2] >= spec.memory_bytes:
         faults.append("context_bytes: its high figure leaves no memory; lower it or raise memory_bytes")
     if spec.shared_memory_per_block_optin_bytes > spec.shared_memory_per_sm_bytes:

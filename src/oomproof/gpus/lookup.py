@@ -26,9 +26,7 @@ def get_gpu(name: str) -> GPUSpec:
     """
     spec = _index().get(_normalise(name))
     if spec is None:
-        raise UnknownGPUError(
-            f"no GPU is called {name!r}; {_suggestion(name)}`oomproof gpus` lists all of them"
-        )
+        raise UnknownGPUError(f"no GPU is called {name!r}; {_suggestion(name)}`oomproof gpus` lists all of them")
     return spec
 
 
@@ -62,6 +60,4 @@ def _suggestion(name: str) -> str:
 
 
 def _common_start(one: str, other: str) -> int:
-    return next(
-        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -13,9 +13,10 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Callable
+from typing import Any
 
 from oomproof.phantom import standins
 from oomproof.phantom.device import Device
@@ -68,8 +69,8 @@ def _torch_imported(torch: ModuleType, device: Device, config: dict[str, Any], f
     device.set_binary_version(newest_architecture(flags, capability))
     if not has_kernels(flags, capability):
         config["notes"] = [
-            f"this torch ({torch.__version__}) has no kernels for compute capability {capability / 10:.1f}: on the real "
-            f"GPU the script fails with 'no kernel image is available'; it was built for {flags}"
+            f"this torch ({torch.__version__}) has no kernels for compute capability {capability / 10:.1f}: on the "
+            f"real GPU the script fails with 'no kernel image is available'; it was built for {flags}"
         ]
     if config["observe"]:
         from oomproof.measure.observer import Observer

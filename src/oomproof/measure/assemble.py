@@ -25,8 +25,8 @@ WORKSPACE_REASONS = {
     "The bound is one copy of each tensor of the convolution",
     "cuDNN attention": "cuDNN's attention kernels ask for a workspace whose size is not public; the bound is one copy "
     "of each of its tensors",
-    "cuDNN RNN": "the size of cuDNN's reserve space is not public; counted is what a backward pass must keep, the bound "
-    "is twice that",
+    "cuDNN RNN": "the size of cuDNN's reserve space is not public; counted is what a backward pass must keep, the "
+    "bound is twice that",
 }
 WORKSPACE_REASON = "the library may ask for a workspace whose size is not public; the bound is a copy of its data"
 
@@ -111,13 +111,13 @@ def _nothing(outcome: Outcome) -> str:
     code = outcome.exit_code
     if code < 0:
         return (
-            f"nothing was measured: the command was killed by {signal.Signals(-code).name}. If a plain run of it without "
-            "oomproof gets further, please report it with the output of OOMPROOF_TRACE=1"
+            f"nothing was measured: the command was killed by {signal.Signals(-code).name}. If a plain run of it "
+            "without oomproof gets further, please report it with the output of OOMPROOF_TRACE=1"
         )
     how = f"ended with exit code {code}" if code else "ended well"
     return (
-        f"nothing was measured: the command {how} and no Python process of it got as far as torch. Check that it starts "
-        "the training itself, and that Python is not started with -I, -E or -S"
+        f"nothing was measured: the command {how} and no Python process of it got as far as torch. Check that it "
+        "starts the training itself, and that Python is not started with -I, -E or -S"
     )
 
 
@@ -217,7 +217,9 @@ def _notes(limited: Outcome, lead: Mapping[str, Any], shown: Mapping[str, Any]) 
         notes.append(f"pinned host memory: {shown['pinned_host_bytes'] / 2**30:.2f} GiB at its peak, not on the GPU")
     others = [f for f in limited.findings if f["used_gpu"] and f["rank"] == lead["rank"] and f is not lead]
     if others:
-        notes.append(f"{len(others) + 1} processes used the GPU; the figures are those of the one with the highest peak")
+        notes.append(
+            f"{len(others) + 1} processes used the GPU; the figures are those of the one with the highest peak"
+        )
     return notes
 
 

@@ -9,7 +9,7 @@ import functools
 import importlib
 import weakref
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from oomproof.measure.observer import Observer
@@ -40,11 +40,10 @@ class Hooks:
         self.cycle: list[int] = []  # optimizers that made this step
         self.last_cycle: list[int] = []
         self.hooked_optimizer = False
-        self.gradients: Optional[list[Any]] = None
+        self.gradients: list[Any] | None = None
 
     def install(self) -> None:
         """Register the hooks; ``remove`` takes them off again."""
-        torch = self.torch
         optimizer = importlib.import_module("torch.optim.optimizer")
         self.handles += [
             optimizer.register_optimizer_step_pre_hook(self._before_step),
@@ -62,7 +61,7 @@ class Hooks:
             handle.remove()
         self.handles = []
 
-    # ---- forward --------------------------------------------------------------------------------------------------
+    # ---- forward ---------------------------------------------------------------------------------------------------
 
     def _wrap_call(self) -> None:
         """Module.__call__ is wrapped, not hooked: global hooks see no keyword arguments and cost ten times as much.
@@ -147,7 +146,7 @@ class Hooks:
                 self.reached[name] = reached
             node.register_prehook(reached)
 
-    # ---- backward -----------------------------------------------------------------------------------------------------
+    # ---- backward --------------------------------------------------------------------------------------------------
 
     def _wrap_engine(self) -> None:
         """Every backward pass, .backward() or autograd.grad, goes through _engine_run_backward (torch 2.4 to 2.14)."""
@@ -185,7 +184,7 @@ class Hooks:
         self.observer.mark(self.phase, None)
         self._sample_gradients()
 
-    # ---- optimizers ---------------------------------------------------------------------------------------------------------
+    # ---- optimizers ------------------------------------------------------------------------------------------------
 
     def _wrap_optimizer_init(self) -> None:
         original = self.torch.optim.Optimizer.__init__
@@ -247,7 +246,12 @@ class Hooks:
             for parameter in root.parameters():
                 if parameter.grad is not None:
                     gradient = parameter.grad
-                    kept = (weakref.ref(parameter), gradient.data_ptr(), gradient._version, parameter._version)
+                    kept = (
+                        weakref.ref(parameter),
+                        gradient.data_ptr(),
+                        gradient._version,
+                        parameter._version,
+                    )
                     sample.append(kept)
                 if len(sample) == SAMPLED_GRADIENTS:
                     break
@@ -267,7 +271,7 @@ class Hooks:
                 return True
         return False
 
-    # ---- what is where ----------------------------------------------------------------------------------------------------------
+    # ---- what is where ---------------------------------------------------------------------------------------------
 
     def _label_gradients(self) -> None:
         gradients = [p.grad for root in list(self.roots.values()) for p in root.parameters() if p.grad is not None]
@@ -288,7 +292,7 @@ class Hooks:
                 addresses += self._addresses(item, depth - 1)
         return addresses
 
-    # ---- the script's own recording ---------------------------------------------------------------------------------------------
+    # ---- the script's own recording --------------------------------------------------------------------------------
 
     def _wrap_recording(self) -> None:
         """A script that records memory history gets its own recording; ours goes on with it."""

@@ -7,7 +7,8 @@ are only followed from birth to death and given a phase, a module and a category
 from __future__ import annotations
 
 import bisect
-from typing import Any, Iterable, Optional
+from collections.abc import Iterable
+from typing import Any
 
 #: Categories that a label can give, the strongest claim first.
 LABELS = ("parameter", "gradient", "optimizer_state", "buffer", "workspace", "communication", "input")
@@ -23,7 +24,7 @@ class Mark:
 
     __slots__ = ("module", "phase", "step", "time_us")
 
-    def __init__(self, time_us: int, step: int, phase: str, module: Optional[str]) -> None:
+    def __init__(self, time_us: int, step: int, phase: str, module: str | None) -> None:
         self.time_us = time_us
         self.step = step
         self.phase = phase
@@ -39,8 +40,8 @@ class Block:
         self.address = address
         self.size = size
         self.born = born
-        self.died: Optional[Mark] = None
-        self.label: Optional[str] = None
+        self.died: Mark | None = None
+        self.label: str | None = None
         self.stack = stack
         self.recomputed = False
 
@@ -81,7 +82,7 @@ class Ledger:
     def __init__(self) -> None:
         self._live: dict[int, Block] = {}
         self._total = 0
-        self.peak: Optional[Moment] = None
+        self.peak: Moment | None = None
         self.optional: dict[str, list[int]] = {}  # library -> [highest total with its workspace, largest workspace]
         self._high = 0
 
@@ -119,7 +120,7 @@ class Ledger:
         for _, kind, item in queue[position:]:
             self._note(kind, item)
 
-    def _highest(self, changes: list[dict[str, Any]]) -> Optional[int]:
+    def _highest(self, changes: list[dict[str, Any]]) -> int | None:
         """Return the index of the event that reaches a new high, None when this piece has none."""
         total, best, high = self._total, None, self._high
         sizes = {address: block.size for address, block in self._live.items()}
@@ -156,7 +157,7 @@ class Ledger:
             known[:] = [max(known[0], self._total + size), max(known[1], size)]
 
     def _label(self, category: str, addresses: list[int]) -> None:
-        starts: Optional[list[int]] = None
+        starts: list[int] | None = None
         for address in addresses:
             block = self._live.get(address)
             if block is None:  # inside a block: a view, a shard of a flat buffer

@@ -239,9 +239,7 @@ class Measurement:
         Unknown keys are ignored, so a file of a later minor tool version still reads.
         """
         if not isinstance(data, dict) or not isinstance(data.get("schema"), str):
-            raise CaptureError(
-                "this is no measurement: it has no schema; write one with `oomproof run -o FILE`"
-            )
+            raise CaptureError("this is no measurement: it has no schema; write one with `oomproof run -o FILE`")
         if data["schema"] != SCHEMA:
             raise CaptureError(
                 f"schema {reprlib.repr(data['schema'])} cannot be read, only {SCHEMA!r}; "
@@ -300,9 +298,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
-        raise CaptureError(
-            f"{where} should be {hint.__name__}, not {type(value).__name__}; the file is damaged"
-        )
+        raise CaptureError(f"{where} should be {hint.__name__}, not {type(value).__name__}; the file is damaged")
     if hint is float and not math.isfinite(value):
         raise CaptureError(f"{where} is {value}, not a finite number; the file is damaged")
     if hint is int and value < 0 and where.endswith("_bytes"):

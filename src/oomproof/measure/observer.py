@@ -13,9 +13,9 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import ModuleType
 from time import time_ns
-from typing import Any, Optional
+from types import ModuleType
+from typing import Any
 
 from oomproof.measure.counters import Counters
 from oomproof.measure.hooks import Hooks
@@ -47,14 +47,14 @@ class Observer:
         self.counters = Counters(torch)
         self.reads = ValueReads(torch, device, config)
         self.ledger: dict[int, Ledger] = {}
-        self.marks: list[tuple[int, int, str, Optional[str]]] = [(0, 1, "init", None)]
+        self.marks: list[tuple[int, int, str, str | None]] = [(0, 1, "init", None)]
         self.labels: list[tuple[int, str, list[int]]] = []
         self.step = 1
         self.step_started = self.started
         self.told = 0.0
         self.per_step: list[dict[str, Any]] = []
         self.calls: dict[str, dict[str, Any]] = {}
-        self.oom: Optional[dict[str, Any]] = None
+        self.oom: dict[str, Any] | None = None
         self.communicators = 0
         self.notes: list[str] = list(config.get("notes", []))
         self.finished = False
@@ -96,9 +96,9 @@ class Observer:
             record(enabled=None)
         self.recording = on
 
-    # ---- where the script is: called by the hooks ---------------------------------------------------------------
+    # ---- where the script is: called by the hooks ------------------------------------------------------------------
 
-    def mark(self, phase: str, module: Optional[str]) -> None:
+    def mark(self, phase: str, module: str | None) -> None:
         """Note that from now on the process is in this phase and module."""
         self.marks.append((time_ns(), self.step, phase, module))
 
@@ -134,9 +134,7 @@ class Observer:
         self._progress()
         wanted = self.config["steps"]
         last, before = self.per_step[-1], self.per_step[-2] if len(self.per_step) > 1 else None
-        stable = before is not None and all(
-            last[key] == before[key] for key in ("allocated_bytes", "reserved_bytes")
-        )
+        stable = before is not None and all(last[key] == before[key] for key in ("allocated_bytes", "reserved_bytes"))
         if self.config["until_stable"] and stable:
             self.stop("stable")
         elif not self.config["until_stable"] and wanted is not None and self.step >= wanted:
@@ -152,7 +150,7 @@ class Observer:
             self.per_step.pop()
             self.step -= 1
 
-    # ---- reading the trace ----------------------------------------------------------------------------------------
+    # ---- reading the trace -----------------------------------------------------------------------------------------
 
     def _read_trace(self, more: bool) -> None:
         """Hand the recorded events to the ledgers, and forget them if ``more`` are to come."""
@@ -161,13 +159,13 @@ class Observer:
         snapshot = self.torch.cuda.memory._snapshot()
         optional: list[tuple[int, str, int]] = []
         labels = self.labels
-        for time_ns, kind, _, address, size, what in self.device.take_events():
+        for at, kind, _, address, size, what in self.device.take_events():
             if kind == phantom_device.EVENT_COMMUNICATOR:
                 self.communicators += 1
             elif kind == phantom_device.EVENT_OPTIONAL_WORKSPACE:
-                optional.append((time_ns // 1000, what, size))
+                optional.append((at // 1000, what, size))
             else:
-                labels.append((time_ns // 1000, LABEL_OF_EVENT[kind], [address]))
+                labels.append((at // 1000, LABEL_OF_EVENT[kind], [address]))
         labels.sort(key=lambda item: item[0])
         marks = [Mark(at // 1000, step, phase, module) for at, step, phase, module in self.marks]
         for index, events in enumerate(snapshot["device_traces"]):
@@ -180,7 +178,7 @@ class Observer:
             self._record(True)
             self.counters.trace_was_read()
 
-    # ---- out of memory, the end ---------------------------------------------------------------------------------------
+    # ---- out of memory, the end ------------------------------------------------------------------------------------
 
     def _out_of_memory(self, device: int, size: int, device_total: int, device_free: int) -> None:
         if self.oom is None:
@@ -226,7 +224,7 @@ class Observer:
         error = getattr(sys, "last_value", None)
         self.finish("finished" if error is None else "raised", error)
 
-    def finish(self, why: str, error: Optional[BaseException] = None) -> None:
+    def finish(self, why: str, error: BaseException | None = None) -> None:
         """Write this process's findings, once."""
         if self.finished or os.getpid() != self.pid:
             return
@@ -234,7 +232,7 @@ class Observer:
         self.hooks.remove()
         _write(self.folder / f"process-{self.pid}.json", self._findings(why, error))
 
-    def _findings(self, why: str, error: Optional[BaseException]) -> dict[str, Any]:
+    def _findings(self, why: str, error: BaseException | None) -> dict[str, Any]:
         torch = self.torch
         used = self.counters.ready
         if used:
@@ -291,12 +289,13 @@ class Observer:
             findings["step"] = None
         return findings
 
-    def _out_of_memory_in(self, error: Optional[BaseException]) -> Optional[BaseException]:
+    def _out_of_memory_in(self, error: BaseException | None) -> BaseException | None:
         """Return the out-of-memory error that ended the script, also when another was raised because of it."""
         seen: list[BaseException] = []
         while error is not None and error not in seen:
             if isinstance(error, self.torch.OutOfMemoryError):
-                return error
+                found: BaseException = error
+                return found
             seen.append(error)
             error = error.__cause__ or error.__context__
         return None
@@ -318,7 +317,7 @@ class Observer:
             pickle.dump(self.torch.cuda.memory._snapshot(), file, protocol=4)
 
 
-def _plain(module: Optional[str]) -> Optional[str]:
+def _plain(module: str | None) -> str | None:
     return module.lstrip("+") if module else None
 
 
@@ -331,4 +330,3 @@ def _write(path: Path, data: dict[str, Any]) -> None:
     scratch = path.with_suffix(f".{threading.get_ident()}.tmp")
     scratch.write_text(json.dumps(data))
     scratch.replace(path)
-

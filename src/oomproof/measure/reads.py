@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from types import FrameType, ModuleType
-from typing import Any, Optional
+from typing import Any
 
 from oomproof.measure.values import KeptValues, Mirror
 from oomproof.phantom.device import Device
@@ -22,7 +22,7 @@ class ValueReads:
         self._counts: dict[tuple[str, str], list[Any]] = {}
         self._lock = threading.Lock()
         self._device = device
-        self._mirror: Optional[Mirror] = None
+        self._mirror: Mirror | None = None
         if config["values"] == "mirror":
             self._mirror = Mirror(device, limit_bytes=config["keep_bytes"], on_unknown=self._unknown)
         self._on_read = self._mirror.on_read if self._mirror else KeptValues(self._unknown).on_read
@@ -43,7 +43,7 @@ class ValueReads:
         if self._mirror:
             self._mirror.resume()
 
-    def _unknown(self, operation: str, affects_memory: Optional[bool]) -> None:
+    def _unknown(self, operation: str, affects_memory: bool | None) -> None:
         key = (_user_line(self._torch), operation)
         with self._lock:
             entry = self._counts.setdefault(key, [0, affects_memory])
@@ -61,7 +61,7 @@ class ValueReads:
 
 def _user_line(torch: ModuleType) -> str:
     """Return "file.py:12" of the innermost frame of the user's own code, of a library's when there is none."""
-    frame: Optional[FrameType] = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     fallback = ""
     while frame is not None:
         kind = _kind(frame.f_code.co_filename, torch)
@@ -88,7 +88,11 @@ def _kind(filename: str, torch: ModuleType) -> str:
     own_folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     if filename.startswith((torch_folder, own_folder, "<frozen", "<string>")):
         return "ours"
-    return "library" if f"{os.sep}site-packages{os.sep}" in filename or f"{os.sep}lib{os.sep}python" in filename else "user"
+    return (
+        "library"
+        if f"{os.sep}site-packages{os.sep}" in filename or f"{os.sep}lib{os.sep}python" in filename
+        else "user"
+    )
 
 
 def _short(filename: str) -> str:

@@ -37,7 +37,11 @@ PROTOTYPE_HEADERS = {
 
 SOURCES = {stem: stem.removeprefix("lib") + ".c" for stem in STEMS} | {"libnvidia-ml": "nvml.c"}
 VERSION_MACROS = {
-    "OOM_CUBLAS_VERSION": ("cublas_api.h", r"#define CUBLAS_VER_(?:MAJOR|MINOR|PATCH) (\d+)", (10000, 100, 1)),
+    "OOM_CUBLAS_VERSION": (
+        "cublas_api.h",
+        r"#define CUBLAS_VER_(?:MAJOR|MINOR|PATCH) (\d+)",
+        (10000, 100, 1),
+    ),
     "OOM_CUFFT_VERSION": ("cufft.h", r"#define CUFFT_VER_(?:MAJOR|MINOR|PATCH) (\d+)", (1000, 100, 1)),
     "OOM_NCCL_VERSION": ("nccl.h", r"#define NCCL_VERSION_CODE (\d+)", (1,)),
 }
@@ -109,7 +113,18 @@ def _compile_all(torch: Path, scratch: Path) -> dict[str, object]:
     work = scratch / "work"
     work.mkdir()
     device = scratch / DEVICE_LIBRARY
-    _run([*compiler, *FLAGS, "-shared", f"-Wl,-soname,{DEVICE_LIBRARY}", str(DRIVER / "device.c"), "-o", str(device), "-lpthread"])
+    _run(
+        [
+            *compiler,
+            *FLAGS,
+            "-shared",
+            f"-Wl,-soname,{DEVICE_LIBRARY}",
+            str(DRIVER / "device.c"),
+            "-o",
+            str(device),
+            "-lpthread",
+        ]
+    )
     macros = [f"-D{name}={_header_version(includes, *rule)}" for name, rule in VERSION_MACROS.items()]
     options = [*macros, f"-I{DRIVER}", *(f"-I{folder}" for folder in includes)]
     libraries = find_libraries(torch, includes)
@@ -132,7 +147,14 @@ def _compile_all(torch: Path, scratch: Path) -> dict[str, object]:
         objects.append(str(target))
         script = work / f"{library.stem}.map"
         script.write_text(_version_script(library, own))
-        link = [*compiler, "-shared", f"-Wl,-soname,{library.soname}", "-Wl,-rpath,$ORIGIN", *objects, str(device)]
+        link = [
+            *compiler,
+            "-shared",
+            f"-Wl,-soname,{library.soname}",
+            "-Wl,-rpath,$ORIGIN",
+            *objects,
+            str(device),
+        ]
         if script.read_text():
             link.append(f"-Wl,--version-script,{script}")
         _run([*link, "-o", str(scratch / library.soname), "-lpthread", "-ldl"])
@@ -226,7 +248,10 @@ def exported_functions(path: Path) -> dict[str, str]:
                 names[definition["vd_ndx"]] = next(iter(auxiliaries)).name
         found = {}
         for index, symbol in enumerate(table.iter_symbols()):
-            if symbol["st_shndx"] == "SHN_UNDEF" or symbol["st_info"]["type"] not in ("STT_FUNC", "STT_GNU_IFUNC"):
+            if symbol["st_shndx"] == "SHN_UNDEF" or symbol["st_info"]["type"] not in (
+                "STT_FUNC",
+                "STT_GNU_IFUNC",
+            ):
                 continue
             number = versions.get_symbol(index)["ndx"] if versions is not None else 0
             found[symbol.name] = names.get(number & 0x7FFF, "") if isinstance(number, int) else ""
@@ -240,7 +265,9 @@ def defined_functions(path: Path) -> set[str]:
         return {
             s.name
             for s in table.iter_symbols()
-            if s["st_info"]["type"] == "STT_FUNC" and s["st_info"]["bind"] == "STB_GLOBAL" and s["st_shndx"] != "SHN_UNDEF"
+            if s["st_info"]["type"] == "STT_FUNC"
+            and s["st_info"]["bind"] == "STB_GLOBAL"
+            and s["st_shndx"] != "SHN_UNDEF"
         }
 
 
@@ -294,12 +321,14 @@ def _stub_source(stem: str, names: list[str], includes: list[Path]) -> str:
     """Return C for functions that do nothing; where the prototype is known, outputs are set."""
     prototypes = _prototypes(stem, includes)
     default = NVML_NOT_SUPPORTED if stem == "libnvidia-ml" else 0
-    lines = ['#include "device.h"', "#define API __attribute__((visibility(\"default\")))"]
+    lines = ['#include "device.h"', '#define API __attribute__((visibility("default")))']
     for name in names:
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             continue
         parameters, body = _outputs(stem, name, prototypes.get(name, []))
-        lines.append(f"API long {name}({parameters}); API long {name}({parameters}) {{ TRACE(); {body}return {default}; }}")
+        lines.append(
+            f"API long {name}({parameters}); API long {name}({parameters}) {{ TRACE(); {body}return {default}; }}"
+        )
     return "\n".join(lines) + "\n"
 
 

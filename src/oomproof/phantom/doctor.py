@@ -60,7 +60,7 @@ def _system() -> Check:
             what="system",
             ok=False,
             found=found,
-            cure="the phantom needs Linux: use a Linux machine, WSL or a container; captures and GPUs can be looked at here",
+            cure="the phantom needs Linux: use a Linux machine, WSL or a container; captures can be read here",
         )
     return Check(what="system", ok=True, found=found)
 
@@ -107,7 +107,14 @@ def _torch() -> tuple[Path | None, list[Check]]:
         return None, [Check(what="torch", ok=False, found=f"{version}, a build without CUDA", cure=cure)]
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
     if numbers < MINIMUM_TORCH:
-        return None, [Check(what="torch", ok=False, found=version, cure="torch 2.4 or newer is needed: pip install -U torch")]
+        return None, [
+            Check(
+                what="torch",
+                ok=False,
+                found=version,
+                cure="torch 2.4 or newer is needed: pip install -U torch",
+            )
+        ]
     checks = [Check(what="torch", ok=True, found=f"{version} in {folder}")]
     if numbers > NEWEST_TESTED_TORCH:
         newest = ".".join(map(str, NEWEST_TESTED_TORCH))

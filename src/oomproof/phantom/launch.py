@@ -99,7 +99,13 @@ def resolve_command(command: Sequence[str], *, folder: Path | None = None) -> li
     return list(command)
 
 
-_LAUNCHER_OPTIONS = ("--nproc-per-node", "--nproc_per_node", "--num_processes", "--num-processes", "--num_gpus")
+_LAUNCHER_OPTIONS = (
+    "--nproc-per-node",
+    "--nproc_per_node",
+    "--num_processes",
+    "--num-processes",
+    "--num_gpus",
+)
 
 
 def gpus_wanted(command: Sequence[str]) -> int:

@@ -79,9 +79,7 @@ def calls(view: View) -> list[Section]:
             format_bytes(call.allocated_bytes),
             format_bytes(call.reserved_bytes),
         )
-    return [
-        ("Calls", Group(Text("no optimizer step was made"), table, *more(len(ordered) - CALLS, "modules")))
-    ]
+    return [("Calls", Group(Text("no optimizer step was made"), table, *more(len(ordered) - CALLS, "modules")))]
 
 
 def ranks(view: View) -> list[Section]:
@@ -109,9 +107,7 @@ def _badness(rank: Rank) -> tuple[int, int, int]:
 
 
 def _rank_verdict(rank: Rank) -> tuple[str, str]:
-    return {"fits": ("fits", "green"), "does-not-fit": ("does not fit", "red")}.get(
-        rank.verdict, ("unknown", "yellow")
-    )
+    return {"fits": ("fits", "green"), "does-not-fit": ("does not fit", "red")}.get(rank.verdict, ("unknown", "yellow"))
 
 
 def unknowns(view: View) -> list[Section]:

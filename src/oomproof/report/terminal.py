@@ -24,9 +24,7 @@ MAX_WIDTH = 110  # longer lines are harder to read
 class Report:
     """A rich renderable; how it looks depends on the console's width, encoding and colours."""
 
-    def __init__(
-        self, measurement: Measurement, *, saved: bool = False, larger_gpu: str | None = None
-    ) -> None:
+    def __init__(self, measurement: Measurement, *, saved: bool = False, larger_gpu: str | None = None) -> None:
         self.measurement = measurement
         self.saved = saved
         self.larger_gpu = larger_gpu

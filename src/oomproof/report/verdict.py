@@ -38,9 +38,7 @@ def headline(measurement: Measurement) -> Headline:
     """Return the verdict as a person should read it."""
     if is_untouched(measurement):
         verdict = {"fits": "FITS", "does-not-fit": "DOES NOT FIT"}.get(measurement.verdict, "UNKNOWN")
-        return Headline(
-            verdict=verdict, detail="the script never used the GPU" + _ended(measurement), colour="yellow"
-        )
+        return Headline(verdict=verdict, detail="the script never used the GPU" + _ended(measurement), colour="yellow")
     if measurement.verdict == "fits":
         return _fits(measurement)
     if measurement.verdict == "does-not-fit":
@@ -77,11 +75,7 @@ def _does_not_fit(measurement: Measurement) -> Headline:
             colour="red",
         )
     low, _ = device_bounds(measurement)
-    maybe = (
-        f": the low end of the range, {format_bytes(low)}, would fit"
-        if low <= measurement.gpu.memory_bytes
-        else ""
-    )
+    maybe = f": the low end of the range, {format_bytes(low)}, would fit" if low <= measurement.gpu.memory_bytes else ""
     return Headline(
         verdict="DOES NOT FIT",
         detail=f"{_figures(measurement)} ({format_bytes(over)} over){maybe}",

@@ -24,9 +24,7 @@ def clean(text: str, encoding: str = "utf-8", *, limit: int | None = None) -> st
     With ``limit``, text longer than that many characters is cut there and ends in "...".
     """
     line = " ".join(text.split())
-    line = "".join(
-        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in line
-    )
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in line)
     line = line.encode(encoding, "backslashreplace").decode(encoding)
     return line if limit is None or len(line) <= limit else line[: limit - 3].rstrip() + "..."
 
@@ -76,9 +74,7 @@ def is_untouched(measurement: Measurement) -> bool:
 def next_command(measurement: Measurement, *, saved: bool, larger_gpu: str | None) -> NextCommand:
     """Return what to type after this report; ``saved`` when it is in a capture already."""
     if is_untouched(measurement):
-        return NextCommand(
-            reason="move the model to the GPU in the script, then", command=_run(measurement, "")
-        )
+        return NextCommand(reason="move the model to the GPU in the script, then", command=_run(measurement, ""))
     if measurement.verdict == "unknown":
         reason = {
             "raised": "mend the script, then",

@@ -9,7 +9,7 @@ import os
 import sys
 
 
-def _own_sitecustomize():
+def _own_sitecustomize() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     elsewhere = [p for p in sys.path if os.path.abspath(p or ".") != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
@@ -19,13 +19,14 @@ def _own_sitecustomize():
         spec.loader.exec_module(module)
 
 
-def _bootstrap():
+def _bootstrap() -> None:
     # oomproof may live in another environment than the script: take it from beside this file, and nothing else of
     # that environment.
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     spec = importlib.util.spec_from_file_location(
         "oomproof", os.path.join(package, "__init__.py"), submodule_search_locations=[package]
     )
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["oomproof"] = module
     spec.loader.exec_module(module)

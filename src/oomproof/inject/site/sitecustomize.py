@@ -26,7 +26,8 @@ def _bootstrap() -> None:
     spec = importlib.util.spec_from_file_location(
         "oomproof", os.path.join(package, "__init__.py"), submodule_search_locations=[package]
     )
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["oomproof"] = module
     spec.loader.exec_module(module)

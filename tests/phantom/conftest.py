@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import functools
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import child as child_module
 import pytest
+
+import oomproof
+from oomproof.measure.measurement import Measurement
 
 HERE = Path(__file__).parent
 
@@ -51,3 +56,15 @@ def transformers() -> None:
     """Skip where the tested interpreter has no transformers."""
     if not child_module.has_module("transformers"):
         pytest.skip("transformers is not installed beside the tested torch")
+
+
+@pytest.fixture
+def measure(child: child_module.Child) -> Callable[..., Measurement]:
+    """Measure a function's source with oomproof.run: ``measure(body, *arguments, **options of run)``."""
+
+    def run(body: Callable[..., Any], *arguments: Any, uses: Any = (), **options: Any) -> Measurement:
+        script = child.script(body, *arguments, uses=uses)
+        options.setdefault("gpu", "t4")
+        return oomproof.run([child_module.PYTHON, str(script)], cwd=child.folder, **options)
+
+    return run

@@ -85,10 +85,7 @@ class Llama(nn.Module):
         rotation = rotations(tokens.shape[1], self.head_size, tokens.device)
         x = self.embedding(tokens)
         for block in self.blocks:
-            if self.recompute:
-                x = checkpoint(block, x, rotation, use_reentrant=False)
-            else:
-                x = block(x, rotation)
+            x = checkpoint(block, x, rotation, use_reentrant=False) if self.recompute else block(x, rotation)
         return self.head(self.norm(x))
 
 
@@ -140,7 +137,7 @@ def main() -> None:
         )
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     count = sum(p.numel() for p in model.parameters())
-    print(f"{count / 1e9:.2f} billion parameters, batch {args.batch_size} x {args.sequence} tokens")
+    print(f"{count:,} parameters, batch {args.batch_size} x {args.sequence} tokens")
 
     for step in range(1, args.steps + 1):
         started = time.perf_counter()

@@ -78,7 +78,8 @@ class Observer:
 
     def _cuda_ready(self) -> None:
         self.counters.ready = True
-        self.torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)
+        if self.torch.cuda.get_allocator_backend() == "native":  # cudaMallocAsync refuses observers
+            self.torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)
         self._record(True)
 
     def _record(self, on: bool) -> None:
@@ -182,15 +183,20 @@ class Observer:
 
     def _out_of_memory(self, device: int, size: int, device_total: int, device_free: int) -> None:
         if self.oom is None:
-            self.oom = {
-                "message": f"CUDA out of memory. Tried to allocate {size / 2**30:.2f} GiB on GPU {device}; "
-                f"{device_free / 2**30:.2f} GiB of {device_total / 2**30:.2f} GiB is free.",
-                "step": self.step,
-                "phase": self.marks[-1][2],
-                "module": _plain(self.marks[-1][3]),
-                "requested_bytes": size,
-                "caught": True,
-            }
+            free = f"{device_free / 2**30:.2f} GiB of {device_total / 2**30:.2f} GiB is free"
+            self._note_oom(
+                f"CUDA out of memory. Tried to allocate {size / 2**30:.2f} GiB on GPU {device}; {free}.", size
+            )
+
+    def _note_oom(self, message: str, size: Optional[int]) -> None:
+        self.oom = {
+            "message": message,
+            "step": self.step,
+            "phase": self.marks[-1][2],
+            "module": _plain(self.marks[-1][3]),
+            "requested_bytes": size,
+            "caught": True,
+        }
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
@@ -249,7 +255,11 @@ class Observer:
         moment = self.ledger[index].peak if index in self.ledger else None
         ooms, retries = self.counters.troubles(index)
         cause = self._out_of_memory_in(error)
-        if cause is not None and self.oom is not None:
+        if cause is not None:
+            if self.oom is None:  # the cudaMallocAsync backend tells no observer
+                self._note_oom(str(cause), None)
+                ooms += 1
+            assert self.oom is not None
             self.oom.update(message=str(cause), caught=False)
             why = "oom"
         findings: dict[str, Any] = {

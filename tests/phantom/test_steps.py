@@ -101,7 +101,7 @@ def test_the_script_cannot_swallow_the_stop(measure: Measure) -> None:
             try:
                 net(x).sum().backward()
                 optimizer.step()
-            except BaseException:
+            except BaseException:  # noqa: BLE001
                 pass
 
     assert measure(body, uses=[net_and_data]).ended == "steps-reached"

@@ -188,7 +188,7 @@ class Observer:
                 f"CUDA out of memory. Tried to allocate {size / 2**30:.2f} GiB on GPU {device}; {free}.", size
             )
 
-    def _note_oom(self, message: str, size: Optional[int]) -> None:
+    def _note_oom(self, message: str, size: int | None) -> None:
         self.oom = {
             "message": message,
             "step": self.step,

@@ -77,6 +77,8 @@ def run(
     runner = _Runner(program, folder, env, quiet, on_step, stdout)
     try:
         limited = runner.go(settings)
+        if limited.interrupted and not limited.findings:  # the processes had to be killed: nothing to assemble
+            raise KeyboardInterrupt
         unlimited = None
         if limited.troubled and not limited.interrupted:
             unlimited = runner.go(replace(settings, unlimited=True))

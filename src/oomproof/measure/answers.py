@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,6 +30,11 @@ SIZING = frozenset(
 
 #: Operators that read a floating-point range or an error code, and size nothing by it.
 HARMLESS = frozenset(("aten::histc", "aten::_linalg_check_errors", "aten::segment_reduce"))
+
+#: Operators that take masks among their indices, and whose backward reads how much these select again.
+MASKED = frozenset(
+    "aten::" + n for n in ("index", "_unsafe_index", "index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_")
+)
 
 #: Operators that give the script a yes or a no.
 VERDICTS = frozenset(("aten::equal", "aten::allclose", "aten::is_nonzero"))
@@ -77,7 +83,7 @@ def _masked_select(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[
 
 
 def _masks(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
-    for index in tensors_in(list(args[1])):
+    for index in tensors_in(args[1]):
         if index.dtype in (torch.bool, torch.uint8):
             yield count_true(index, known)
 
@@ -155,3 +161,47 @@ _READERS: dict[str, _Reader] = {
     "equal": _verdict, "is_nonzero": _verdict, "allclose": _verdict,
     "_to_copy": _copied, "to": _copied, "copy": _copied, "_local_scalar_dense": _copied, "item": _copied,
 }  # fmt: skip
+
+
+class MaskedBackward:
+    """The counts that the backward of ``x[mask]`` and ``x[mask] = y`` reads, remembered from the forward pass.
+
+    Backward runs without the mirror, and looking at the mask that a node saved would run its saved-tensor hooks. The
+    node is found again by its sequence number, which is the last one given out while its operator runs.
+    """
+
+    _MOST = 65536
+    _SLICES = "torch::autograd::CopySlices"  # wraps the node of x[..., :n][mask] = y, and comes right after it
+    _NODES = frozenset(("IndexBackward0", "IndexPutBackward0", "UnsafeIndexBackward0", "UnsafeIndexPutBackward0"))
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[int, tuple[int, ...] | None], list[int]] = {}
+        self._place = threading.local()
+
+    def remember(self, args: Any, counts: list[Any]) -> None:
+        """Remember what the operator that is running now has read."""
+        if not counts or not any(t.requires_grad for t in tensors_in(args)):
+            return
+        number = torch._C._autograd._get_sequence_nr() - 1
+        # The shape tells apart nodes of a recomputation, which autograd's thread numbers afresh.
+        self._counts[number, tuple(args[0].shape)] = self._counts[number, None] = counts
+        while len(self._counts) > self._MOST:
+            del self._counts[next(iter(self._counts))]
+
+    def next_count(self, node: Any) -> int | None:
+        """Return what the node reads next on this thread, None for another node or an unknown mask."""
+        name, number = node.name(), node._sequence_nr()
+        if name == self._SLICES:
+            key: tuple[int, tuple[int, ...] | None] = (number - 1, None)
+        elif name in self._NODES:
+            sizes = node._saved_self_sym_sizes if name.endswith("IndexBackward0") else node._input_metadata[0].shape
+            key = (number, tuple(int(size) for size in sizes))
+        else:
+            return None
+        counts = self._counts.get(key)
+        if not counts:
+            return None
+        place = self._place.__dict__
+        at = place["at"] + 1 if place.get("key") == key else 0
+        place.update(key=key, at=at)
+        return counts[at % len(counts)]

@@ -26,6 +26,10 @@ FLOATS = frozenset(
 _FIRST_PURGE = 4096
 
 
+#: What __torch_dispatch__ is on a tensor type that does not handle operators itself.
+PLAIN = torch._C._disabled_torch_dispatch_impl
+
+
 class NotHere(Exception):
     """The bytes cannot be seen from the host, or nobody knows them."""
 
@@ -48,6 +52,11 @@ class Entry:
 
     def __del__(self, _free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:
         _free(self._weak)
+
+
+def is_ours(tensor: Any) -> bool:
+    """Return whether this is a plain CUDA tensor with memory: no subclass, not sparse."""
+    return tensor.is_cuda and type(tensor).__torch_dispatch__ is PLAIN and tensor.layout is torch.strided
 
 
 def host_view(tensor: Any) -> Any:

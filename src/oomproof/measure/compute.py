@@ -1,0 +1,281 @@
+"""Computing an operator's small results on the CPU, into the device memory of its real results."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from oomproof.measure.known import FLOATS, TINY, Known, NotHere, covers_storage, host_view, is_ours, tensors_in
+from oomproof.measure.operators import (
+    AGAINST_INFINITY,
+    COLLECTIVES,
+    COMPUTED,
+    CONSTANTS,
+    COPY_INTO,
+    COUNTS,
+    EMPTY,
+    FULL,
+    KEEPS_UNIFORM,
+    NOTED,
+    OF_FINITE,
+    TO_COPY,
+    UNCHANGED,
+    Plan,
+)
+from oomproof.phantom.device import Device
+
+
+class Computer:
+    """Makes results known where their inputs are; ``limit_bytes`` is the largest integer or boolean one."""
+
+    def __init__(self, device: Device, known: Known, limit_bytes: int) -> None:
+        self._device = device
+        self._known = known
+        self._limit_bytes = limit_bytes
+        self._generator = torch.Generator()
+
+    def compute(self, plan: Plan, args: Any, kwargs: Any, out: Any, fresh: list[Any], written: list[Any]) -> bool:
+        """Make the results known; return False where they are not, and what was written must be forgotten."""
+        known = self._known
+        if not known.reachable((fresh or written)[0].data_ptr()) or torch._C._cuda_isCurrentStreamCapturing():
+            return False
+        if plan.namespace in COLLECTIVES:
+            return self._collective(plan, args, fresh)
+        if plan.namespace not in COMPUTED:
+            return False
+        if plan.name == "aten::lift_fresh":  # torch.tensor(3, device="cuda"): copied without an operator
+            if fresh[0].numel() * fresh[0].element_size() <= self._limit_bytes and known.entry(fresh[0]) is None:
+                known.add(fresh[0])
+            return True
+        if plan.name in EMPTY:
+            return self._empty(fresh)
+        if plan.name == "aten::_amp_foreach_non_finite_check_and_unscale_":
+            for tensor in args[0]:
+                known.forget(tensor)
+            return True  # found_inf stays as it was: gradients are taken to be finite
+        if plan.kind in (TO_COPY, COPY_INTO) and not args[plan.kind == COPY_INTO].is_cuda:
+            return self._from_host(args[1] if written else args[0], (written or fresh)[0])
+        small = all(self._is_small(t) for t in fresh) and all(self._is_small(t) for t in written)
+        if small and self._inputs_known(plan, args, kwargs):
+            return self._evaluate(plan, args, kwargs, out, fresh, written)
+        if plan.finite and self._finite(plan.finite, args, fresh):
+            return True
+        return self._uniform(plan, args, kwargs, fresh)
+
+    def _is_small(self, tensor: Any) -> bool:
+        if tensor.dtype in FLOATS:
+            return bool(tensor.numel() <= TINY)
+        return bool(tensor.numel() * tensor.element_size() <= self._limit_bytes)
+
+    def _inputs_known(self, plan: Plan, args: Any, kwargs: Any) -> bool:
+        if plan.shape_only:
+            return True
+        skip = {id(t) for t in plan.written_in(args, kwargs)} if plan.overwrites else ()
+        for tensor in tensors_in([list(args), list(kwargs.values())]):
+            if id(tensor) in skip:
+                continue
+            if not tensor.is_cuda:
+                if tensor.device.type != "cpu":
+                    return False
+                continue
+            if tensor.dtype in FLOATS and tensor.numel() > TINY:
+                return False
+            entry = self._known.entry(tensor)
+            if entry is None or entry.pattern is not None:
+                return False
+        return True
+
+    def _evaluate(self, plan: Plan, args: Any, kwargs: Any, out: Any, fresh: list[Any], written: list[Any]) -> bool:
+        """Run the operator on CPU tensors over the device memory, and copy its results into the real ones."""
+        func = plan.func
+        host_args = [_on_host(a) for a in args]
+        host_kwargs = {k: _on_host(v) for k, v in kwargs.items() if k != "pin_memory"}
+        if plan.random:
+            if any(t.dtype in FLOATS and t.numel() != 1 for t in (*fresh, *written)):
+                return False
+            result = self._sample(func, host_args, host_kwargs, (fresh or written)[0])
+        else:
+            result = func(*host_args, **host_kwargs)
+        for target, value in zip(tensors_in(out), tensors_in(result)) if fresh else ():
+            if target.shape != value.shape or target.dtype != value.dtype or not any(target is t for t in fresh):
+                continue  # the CPU's _unique2 gives other shapes for results that were not asked for
+            view = host_view(target)
+            if view.data_ptr() != value.data_ptr():  # _unsafe_view gives its input's memory
+                view.copy_(value)
+            self._known.add(target)
+        for target in written:
+            if self._known.entry(target) is not None:
+                continue
+            if covers_storage(target):
+                self._known.add(target)
+            else:
+                self._known.forget(target)
+        return True
+
+    def _sample(self, func: Any, args: list[Any], kwargs: dict[str, Any], like: Any) -> Any:
+        """Draw on the CPU, leaving the script's generators alone.
+
+        The seed follows the CUDA generator, so that a run repeats, and a checkpointed function draws the same again.
+        """
+        generator = kwargs.pop("generator", None)
+        if not isinstance(generator, torch.Generator) or generator.device.type != "cuda":
+            generator = torch.cuda.default_generators[like.device.index or 0]
+        seed = hash((generator.initial_seed(), generator.get_offset())) & (1 << 62) - 1
+        names = [a.name for a in func._schema.arguments]
+        if "generator" not in names:
+            packet, overload = func.overloadpacket, func._overloadname
+            seeded = "generator" if overload == "default" else overload + "_generator"
+            if seeded not in packet.overloads():  # randint_like before 2.8
+                default = torch.default_generator
+                state = default.get_state()
+                default.manual_seed(seed)
+                try:
+                    return func(*args, **kwargs)
+                finally:
+                    default.set_state(state)
+            func = getattr(packet, seeded)
+        self._generator.manual_seed(seed)
+        args = [None if isinstance(a, torch.Generator) else a for a in args]
+        return func(*args, generator=self._generator, **kwargs)
+
+    def _from_host(self, source: Any, into: Any) -> bool:
+        """Do a host-to-device copy again, on the host: where the driver kept it, it changes nothing."""
+        if source.device.type != "cpu" or into.numel() * into.element_size() > self._limit_bytes:
+            return False
+        entry = self._known.entry(into)
+        if entry.pattern is not None if entry is not None else not covers_storage(into):
+            return False
+        host_view(into).copy_(source)
+        if entry is None:
+            self._known.add(into)
+        return True
+
+    def _empty(self, fresh: list[Any]) -> bool:
+        """Let uninitialised integers be zeros, so that filling them piece by piece makes them known."""
+        for tensor in fresh:
+            if tensor.dtype not in FLOATS and self._is_small(tensor):
+                if tensor.numel():
+                    self._device.zero(tensor.data_ptr(), tensor.untyped_storage().nbytes())
+                self._known.add(tensor)
+        return True
+
+    def _collective(self, plan: Plan, args: Any, fresh: list[Any]) -> bool:
+        """Take every rank to hold what this one holds, as the NCCL stand-in does."""
+        short = plan.name.partition("::")[2]
+        if plan.namespace == "c10d":
+            if short in UNCHANGED:
+                return True
+            outputs, inputs = ([t for t in tensors_in(a) if is_ours(t)] for a in (*args, (), ())[:2])
+        else:
+            outputs, inputs = fresh, list(tensors_in(args[0]))
+        same_count = len(inputs) == len(outputs)
+        for place, into in enumerate(outputs):
+            source = inputs[place if same_count else 0] if inputs else None
+            if not self._repeat(source, into):
+                self._known.forget(into)
+        return True
+
+    def _repeat(self, source: Any, into: Any) -> bool:
+        """Fill a gathered tensor with its only known part; return False where that part is not known."""
+        if source is None or not self._is_small(into) or not source.numel() or into.numel() % source.numel():
+            return False
+        entry = self._known.entry(source)
+        if entry is None or entry.pattern is not None or not into.is_contiguous():
+            return False
+        part = host_view(source).contiguous().reshape(-1)
+        host_view(into).view(-1).copy_(part.repeat(into.numel() // part.numel()))
+        if covers_storage(into):
+            self._known.add(into)
+        return self._known.entry(into) is not None
+
+    # ---- constants ---------------------------------------------------------------------------------------------
+
+    def _finite(self, name: str, args: Any, fresh: list[Any]) -> bool:
+        """Answer tests for infinity and NaN of a float that a kernel would have computed."""
+        value = args[0]
+        if len(fresh) != 1 or not isinstance(value, torch.Tensor) or value.dtype not in FLOATS:
+            return False
+        verdict = OF_FINITE.get(name)
+        if verdict is None:
+            other = args[1]
+            if other is value:
+                verdict = name in ("eq", "le", "ge")
+            elif isinstance(other, float) and math.isinf(other):
+                verdict = AGAINST_INFINITY[name][other < 0]
+            else:
+                return False
+        return self._constant(fresh[0], bytes((verdict,)))
+
+    def _constant(self, tensor: Any, pattern: bytes) -> bool:
+        if tensor.numel() <= NOTED and self._is_small(tensor):
+            if tensor.numel():
+                host_view(tensor).copy_(torch.frombuffer(bytearray(pattern), dtype=tensor.dtype)[0])
+            self._known.add(tensor)
+        else:
+            self._known.add(tensor, pattern)
+        return True
+
+    def _uniform(self, plan: Plan, args: Any, kwargs: Any, fresh: list[Any]) -> bool:
+        """Follow integers and booleans that are too large to compute but have one value throughout."""
+        if len(fresh) != 1 or fresh[0].dtype in FLOATS:
+            return False
+        into, short = fresh[0], plan.name.partition("::")[2]
+        if short in CONSTANTS or short in FULL:
+            value = CONSTANTS[short] if short in CONSTANTS else args[FULL[short]]
+            result = torch.tensor([value], dtype=into.dtype)
+        elif plan.name in KEEPS_UNIFORM:
+            result = plan.func(
+                *(self._one_value(a) for a in args),
+                **{k: _on_host(v) for k, v in kwargs.items() if k not in ("memory_format", "pin_memory")},
+            )
+            if plan.name in COUNTS:
+                result = result * (args[0].numel() // max(1, into.numel()))
+        else:
+            return False
+        one = result.reshape(-1)[:1].to(into.dtype)
+        return one.numel() == 1 and self._constant(into, bytes(one.view(torch.uint8).tolist()))
+
+    def _one_value(self, value: Any) -> Any:
+        """Return the value that all elements of a tensor share, in a tensor of as many dimensions."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        entry = self._known.entry(value) if value.is_cuda else None
+        if entry is not None and entry.pattern is not None and len(entry.pattern) == value.element_size():
+            one = torch.frombuffer(bytearray(entry.pattern), dtype=value.dtype)
+        elif value.numel() == 1:
+            one = self._known.host(value)
+        else:
+            raise NotHere
+        return one.reshape((1,) * value.dim())
+
+
+class Bare:
+    """Operators run inside reach the CPU kernels directly: no modes, no autograd, no default device."""
+
+    __slots__ = ("_guards",)
+
+    def __enter__(self) -> None:
+        self._guards = (
+            torch._C._DisableTorchDispatch(),
+            torch._C._AutoDispatchBelowAutograd(),
+            torch._C.DisableTorchFunction(),
+        )
+        for guard in self._guards:
+            guard.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        for guard in reversed(self._guards):
+            guard.__exit__(None, None, None)
+
+
+def _on_host(value: Any) -> Any:
+    """Return an operator's argument with the CPU in place of the GPU."""
+    if isinstance(value, torch.Tensor):
+        return host_view(value) if value.is_cuda else value
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    if isinstance(value, (list, tuple)):
+        return [_on_host(v) for v in value]
+    return value

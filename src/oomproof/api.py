@@ -82,6 +82,8 @@ def run(
         unlimited = None
         if limited.troubled and not limited.interrupted:
             unlimited = runner.go(replace(settings, unlimited=True))
+            if unlimited.interrupted:  # half a demand is none
+                raise KeyboardInterrupt
         measured = assemble(words, settings.gpu, limited, unlimited, folder)
         if output is not None:
             write_capture(output, measured, runner.snapshot())

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
-import click
 import typer
 
 from oomproof.cli import doctor, gpus, report, run
 from oomproof.errors import EXIT_FAILED, EXIT_FITS, EXIT_INTERRUPTED, EXIT_USAGE, OomproofError
+
+#: Base of typer's own complaints: click's ClickException. Newer typers carry a click of their own, so it is found
+#: as the base of what they export (BadParameter < UsageError < ClickException).
+ArgumentsError: Any = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
     name="oomproof",
@@ -40,10 +44,10 @@ def main() -> None:
     except OomproofError as error:
         print(f"oomproof: {error}", file=sys.stderr)
         code = error.exit_code
-    except click.ClickException as error:  # typer's own complaints about the arguments
+    except ArgumentsError as error:
         error.show()
         code = EXIT_USAGE
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         print("oomproof: interrupted; the command's processes have ended", file=sys.stderr)
         code = EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe has gone: nothing to tell it

@@ -172,12 +172,10 @@ class Hooks:
             self._step_done()
         before, self.phase, self.in_backward = self.phase, "backward", True
         self.observer.mark("backward", None)
-        self.observer.reads.pause()
         return before
 
     def _end_backward(self, before: str) -> None:
         self.in_backward = False
-        self.observer.reads.resume()
         if not self.hooked_optimizer or self.in_optimizer:
             self._label_gradients()
         self.phase = "optimizer" if self.in_optimizer else "other"
@@ -204,6 +202,7 @@ class Hooks:
             if (id(optimizer), 0) not in self.labelled:
                 self.labelled.add((id(optimizer), 0))
                 self.observer.label("parameter", self._addresses(parameters))
+                self.observer.reads.written(parameters)
         self.in_optimizer += 1
         self.hooked_optimizer = True
         self.phase = "optimizer"

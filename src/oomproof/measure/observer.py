@@ -74,7 +74,7 @@ class Observer:
     def _forked(self) -> None:
         self.finished = True  # a forked child (a DataLoader worker) is not a run of its own
         self.hooks.active = False
-        self.reads.pause()
+        self.reads.leave()
 
     def _cuda_ready(self) -> None:
         self.counters.ready = True

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Iterable
 from types import FrameType, ModuleType
 from typing import Any
 
+from oomproof.measure.gate import Gate
 from oomproof.measure.values import KeptValues, Mirror
 from oomproof.phantom.device import Device
 
@@ -22,26 +24,29 @@ class ValueReads:
         self._counts: dict[tuple[str, str], list[Any]] = {}
         self._lock = threading.Lock()
         self._device = device
-        self._mirror: Mirror | None = None
+        self._gate: Gate | None = None
         if config["values"] == "mirror":
-            self._mirror = Mirror(device, limit_bytes=config["keep_bytes"], on_unknown=self._unknown)
-        self._on_read = self._mirror.on_read if self._mirror else KeptValues(self._unknown).on_read
+            mirror = Mirror(device, limit_bytes=config["keep_bytes"], on_unknown=self._unknown)
+            self._gate = Gate(mirror)
+            self._on_read = mirror.on_read
+        else:
+            self._on_read = KeptValues(self._unknown).on_read
 
     def install(self) -> None:
         """Begin. At the import of torch no other mode can be active, so nobody's order of leaving modes is upset."""
         self._device.on_read(self._on_read)
-        if self._mirror:
-            self._mirror.__enter__()
+        if self._gate:
+            self._gate.__enter__()
 
-    def pause(self) -> None:
-        """Leave the mirror out of a backward pass, where it would only cost time."""
-        if self._mirror:
-            self._mirror.pause()
+    def leave(self) -> None:
+        """End, in a forked child: it has no device."""
+        if self._gate:
+            self._gate.leave()
 
-    def resume(self) -> None:
-        """Bring the mirror back after a backward pass."""
-        if self._mirror:
-            self._mirror.resume()
+    def written(self, tensors: Iterable[Any]) -> None:
+        """Say that these no longer hold what was copied to them: an optimizer steps on them."""
+        if self._gate:
+            self._gate.forget(tensors)
 
     def _unknown(self, operation: str, affects_memory: bool | None) -> None:
         key = (_user_line(self._torch), operation)

@@ -121,12 +121,14 @@ def _nothing(outcome: Outcome) -> str:
     )
 
 
-def _height(finding: Mapping[str, Any]) -> tuple[int, int]:
-    return finding["process_peak_bytes"] if finding["used_gpu"] else -1, finding["allocated_bytes"]
+def _height(finding: Mapping[str, Any]) -> tuple[bool, int, int]:
+    """Return what decides which process is told of: one that ran out of memory, else the one with the highest peak."""
+    peak = finding["process_peak_bytes"] if finding["used_gpu"] else -1
+    return finding["ended"] == "oom", peak, finding["allocated_bytes"]
 
 
 def _leaders(findings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one finding for each rank: its process with the highest peak."""
+    """Return one finding for each rank: of its processes the one that counts."""
     best: dict[int, dict[str, Any]] = {}
     for finding in findings:
         rank = finding["rank"]

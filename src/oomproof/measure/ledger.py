@@ -172,11 +172,15 @@ class Ledger:
 
     def correct_sizes(self, segments: Iterable[dict[str, Any]]) -> None:
         """Take the true sizes of blocks that are still live: an unsplit block is larger than what was asked for."""
+        at_peak = {id(block) for block in self.peak.blocks} if self.peak else set()
         for segment in segments:
             address = segment["address"]
             for entry in segment["blocks"]:
                 block = self._live.get(entry.get("address", address))
                 if block is not None and entry["state"] == "active_allocated":
+                    more = entry["size"] - block.size
+                    self._total += more
+                    self._high += more if id(block) in at_peak else 0
                     block.size = entry["size"]
                 address += entry["size"]
 

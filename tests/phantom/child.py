@@ -89,9 +89,7 @@ class Child:
                 process.kill()
         return Ended(process.returncode, stdout.decode(), stderr.decode(), _result(stdout.decode()))
 
-    def script(
-        self, body: Callable[..., Any], *arguments: Any, uses: Sequence[Callable[..., Any]] = ()
-    ) -> Path:
+    def script(self, body: Callable[..., Any], *arguments: Any, uses: Sequence[Callable[..., Any]] = ()) -> Path:
         """Write a script that prints what ``body(*arguments)`` returns."""
         path = self.folder / f"{body.__name__.lstrip('_')}.py"
         parts = [textwrap.dedent(inspect.getsource(part)) for part in (*uses, body)]

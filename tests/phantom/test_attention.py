@@ -50,9 +50,7 @@ def attend(batch, heads, length, width):
     forward([SDPBackend.MATH])  # cuBLAS's workspaces come with the first product
     found = {name: forward([getattr(SDPBackend, name)]) for name in names}
     q = torch.zeros(batch, heads, length, width, device="cuda", dtype=torch.float16, requires_grad=True)
-    found["chosen"] = {
-        "node": type(torch.nn.functional.scaled_dot_product_attention(q, q, q).grad_fn).__name__
-    }
+    found["chosen"] = {"node": type(torch.nn.functional.scaled_dot_product_attention(q, q, q).grad_fn).__name__}
     return found
 
 
@@ -79,6 +77,4 @@ def test_backends_follow_the_capability(
         assert 0 <= found[name]["kept"] - OUT_BYTES - LOGSUMEXP_BYTES <= SEED_BYTES, name
         assert found[name]["peak"] == found[name]["kept"], f"{name} has no temporaries"
         assert found[name]["gradients"] == [True, True, True]
-    assert found["MATH"]["kept"] >= 2 * SCORES_BYTES, (
-        "scores and their softmax are kept for the backward pass"
-    )
+    assert found["MATH"]["kept"] >= 2 * SCORES_BYTES, "scores and their softmax are kept for the backward pass"

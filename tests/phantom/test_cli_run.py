@@ -115,7 +115,7 @@ def processes(mark: str) -> list[int]:
 
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_interrupt_ends_everything(child: Child, stubborn: bool, tmp_path: Path) -> None:
-    """Ctrl-C: exit code 130, no process left, no temporary folder, a capture whole or not at all; also when a script ignores it."""
+    """Ctrl-C: exit code 130, no process or folder left, a capture whole or none; also when a script ignores it."""
 
     def body(stubborn):
         import signal

@@ -104,9 +104,7 @@ def test_recurrent_networks(child: Child, kind: str) -> None:
             size = sum(p.numel() * 4 for p in net.parameters())
             net = net.cuda()
             net.flatten_parameters()
-            storages = {
-                p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in net.parameters()
-            }
+            storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in net.parameters()}
             x = torch.zeros(20, 8, 128, device="cuda", requires_grad=True)
             before = torch.cuda.memory_allocated()
             y, state = net(x)

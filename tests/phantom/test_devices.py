@@ -31,9 +31,7 @@ def test_nvml_sees_the_gpu_and_this_process(child: Child) -> None:
             "import json, pynvml as n; n.nvmlInit(); h = n.nvmlDeviceGetHandleByIndex(0); "
             "print(json.dumps([[p.pid, p.usedGpuMemory] for p in n.nvmlDeviceGetComputeRunningProcesses(h)]))"
         )
-        seen = subprocess.run(
-            [sys.executable, "-c", other], capture_output=True, text=True, check=True
-        ).stdout
+        seen = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=True).stdout
         return {
             "name": pynvml.nvmlDeviceGetName(handle),
             "count": pynvml.nvmlDeviceGetCount(),
@@ -44,9 +42,7 @@ def test_nvml_sees_the_gpu_and_this_process(child: Child) -> None:
             "processes": [[p.pid, p.usedGpuMemory] for p in processes],
             "seen from outside": json.loads(seen),
             "pid": os.getpid(),
-            "on device": torch.cuda.device_memory_used()
-            if hasattr(torch.cuda, "device_memory_used")
-            else None,
+            "on device": torch.cuda.device_memory_used() if hasattr(torch.cuda, "device_memory_used") else None,
             "held": x.numel(),
         }
 
@@ -125,11 +121,9 @@ def test_two_gpus(child: Child) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("visible", "count"), [("0", 1), ("1,0", 2), ("", 0), ("-1", 0), ("1,7,0", 1), ("2", 0)]
-)
+@pytest.mark.parametrize(("visible", "count"), [("0", 1), ("1,0", 2), ("", 0), ("-1", 0), ("1,7,0", 1), ("2", 0)])
 def test_visible_devices_set_by_the_script(child: Child, visible: str, count: int) -> None:
-    """CUDA_VISIBLE_DEVICES, set before the first CUDA call, hides and orders devices; the first unknown ends the list."""
+    """CUDA_VISIBLE_DEVICES, set before the first CUDA call, hides devices; the first unknown one ends the list."""
 
     def body(visible):
         import os
@@ -171,9 +165,7 @@ def test_processes_of_a_run_share_the_device(child: Child) -> None:
             "except torch.OutOfMemoryError:\n"
             "    print('full', free)\n"
         )
-        said = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout.split()
+        said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
         return [said[0], int(said[1]), torch.cuda.mem_get_info()[0], x.numel()]
 
     gpu = get_gpu("t4")

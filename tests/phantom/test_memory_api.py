@@ -158,10 +158,7 @@ def test_out_of_memory_is_pytorchs_own(child: Child) -> None:
     assert message.startswith(
         "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 14.56 GiB"
     )
-    assert (
-        f"of which {(gpu.memory_bytes - gpu.context_bytes[1] - (1 << 30)) / (1 << 30):.2f} GiB is free"
-        in message
-    )
+    assert f"of which {(gpu.memory_bytes - gpu.context_bytes[1] - (1 << 30)) / (1 << 30):.2f} GiB is free" in message
     assert "1024.00 MiB is allocated by PyTorch" in message or "1.00 GiB is allocated by PyTorch" in message
     assert went_on == 2 << 30
     assert (ooms, retries, legacy) == (1, 1, True)

@@ -46,9 +46,7 @@ def test_each_stream_has_its_own_blocks(child: Child) -> None:
         held = torch.cuda.memory_allocated()
         address = z.data_ptr()
         del z
-        w = torch.empty(
-            30 << 20, dtype=torch.uint8, device="cuda"
-        )  # the event has passed: the block comes back
+        w = torch.empty(30 << 20, dtype=torch.uint8, device="cuda")  # the event has passed: the block comes back
         return [apart, held, torch.cuda.memory_reserved(), w.data_ptr() == address, y.numel()]
 
     assert child(body) == [60 * MIB, 60 * MIB, 60 * MIB, True, 30 * MIB]
@@ -85,9 +83,7 @@ def test_cuda_graphs(child: Child) -> None:
         held = torch.cuda.memory_allocated()
         for _ in range(3):
             graph.replay()
-        made = torch.cuda.make_graphed_callables(
-            torch.nn.Linear(64, 64).cuda(), (torch.zeros(4, 64, device="cuda"),)
-        )
+        made = torch.cuda.make_graphed_callables(torch.nn.Linear(64, 64).cuda(), (torch.zeros(4, 64, device="cuda"),))
         made(torch.zeros(4, 64, device="cuda")).sum().backward()
         return [held, y.numel()]
 

@@ -193,9 +193,7 @@ def test_tied_weights_count_once(child: Child) -> None:
             ids = torch.zeros(4, 16, dtype=torch.long, device="cuda")
             before = live()
             head(table(ids)).sum().backward()
-            found.append(
-                [weights, sum(p.grad.untyped_storage().nbytes() for p in net.parameters()), live() - before]
-            )
+            found.append([weights, sum(p.grad.untyped_storage().nbytes() for p in net.parameters()), live() - before])
             del net, table, head, ids
         return found
 
@@ -232,9 +230,7 @@ def test_checkpoint_keeps_only_the_inputs(child: Child, reentrant: bool) -> None
         from torch.utils.checkpoint import checkpoint
 
         def block():
-            return torch.nn.Sequential(
-                torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256)
-            )
+            return torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
 
         def kept(wrap):
             net = torch.nn.ModuleList(block() for _ in range(4)).cuda()

@@ -96,9 +96,7 @@ def test_the_counters_are_pytorchs_own(measure: Measure, tmp_path: Path) -> None
         wide(64, 3)
         import torch
 
-        Path("said.json").write_text(
-            json.dumps([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()])
-        )
+        Path("said.json").write_text(json.dumps([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]))
 
     found = measure(body, uses=[wide], steps=None)
     said = (tmp_path / "said.json").read_text()
@@ -373,4 +371,3 @@ def test_value_reads_are_listed(measure: Measure) -> None:
     assert reads
     assert all(read.location.startswith("body.py:") for read in reads)
     assert all(read.count >= 1 and read.operation for read in reads)
-

@@ -118,7 +118,9 @@ def test_the_process_that_ran_out_of_memory_leads() -> None:
 def test_demand_comes_from_the_unlimited_run() -> None:
     """When it does not fit, peak and breakdown are those of the second run, the error that of the first."""
     failed = finding(ended="oom", oom=oom(False), allocator={"config": "", "retries": 1, "ooms": 1})
-    wanted = finding(allocated_bytes=400 * MIB, reserved_bytes=500 * MIB, process_peak_bytes=600 * MIB, phase="optimizer")
+    wanted = finding(
+        allocated_bytes=400 * MIB, reserved_bytes=500 * MIB, process_peak_bytes=600 * MIB, phase="optimizer"
+    )
     assert Outcome(exit_code=1, findings=(failed,)).troubled
     found = measured(failed, code=1, unlimited=[wanted])
     assert found.peak.allocated_bytes == found.demand.allocated_bytes == 400 * MIB

@@ -113,4 +113,3 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert standins.cache_root() == Path("/xdg/oomproof")
     monkeypatch.setenv("OOMPROOF_CACHE", "/own")
     assert standins.cache_root() == Path("/own")
-

@@ -101,9 +101,7 @@ def test_interruption_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "interrupted" in capsys.readouterr().err
 
 
-def test_no_linux_no_phantom(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: str
-) -> None:
+def test_no_linux_no_phantom(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: str) -> None:
     """Elsewhere than on Linux run says where it would work."""
     monkeypatch.setattr("oomproof.api.sys.platform", "darwin")
     assert call(monkeypatch, "run", "--", script) == 1

@@ -51,7 +51,9 @@ def test_requests_are_rounded_as_the_allocator_does(size: int, expected: int) ->
 def test_peak_is_the_highest_total() -> None:
     """The moment of the peak has the blocks that lived then, and the mark it happened under."""
     ledger = Ledger()
-    ledger.feed([alloc(1, 1 * KIB, 512), alloc(11, 2 * KIB, 1024), free(12, 2 * KIB), alloc(21, 4 * KIB, 512)], STEP, [])
+    ledger.feed(
+        [alloc(1, 1 * KIB, 512), alloc(11, 2 * KIB, 1024), free(12, 2 * KIB), alloc(21, 4 * KIB, 512)], STEP, []
+    )
     assert ledger.peak is not None
     assert ledger.peak.requested_bytes == 1536
     assert ledger.peak.mark.phase == "forward"

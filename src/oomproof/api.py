@@ -54,7 +54,8 @@ def run(
     When allocations failed it is run a second time with unlimited memory, for the demand. ``values`` is "mirror" or
     "keep", ``platform`` "linux" or "wsl" (how the driver orders addresses). ``output`` names a capture to write,
     ``snapshot`` adds PyTorch's memory snapshot to it. ``quiet`` hides what the command prints. ``on_step`` is called
-    with each step's peaks while the command runs.
+    with a step's peaks while the command runs (at most ten times a second): the keys of ``per_step``, and ``run``, 2
+    in the second run.
 
     Raises UsageError for a wrong request, EnvironmentMissingError when torch or a compiler is missing, ScriptError
     when nothing could be measured, KeyboardInterrupt after ending the command's processes.
@@ -205,7 +206,7 @@ class _Runner:
                     step = json.loads(progress.read_text())
                     if step["step"] != seen:
                         seen = step["step"]
-                        self.on_step(step)
+                        self.on_step({**step, "run": len(self.folders)})
         except KeyboardInterrupt:
             interrupted = True
             _signal(process, signal.SIGINT)

@@ -40,6 +40,8 @@ def finding(**changes: Any) -> dict[str, Any]:
         "process_peak_bytes": 120 * MIB + GPU.context_bytes[1],
         "communicators": 0,
         "pinned_host_bytes": 0,
+        "no_kernels": False,
+        "refused": 0,
         "step": 1,
         "phase": "backward",
         "module": "Net",
@@ -117,7 +119,7 @@ def test_the_process_that_ran_out_of_memory_leads() -> None:
 
 def test_demand_comes_from_the_unlimited_run() -> None:
     """When it does not fit, peak and breakdown are those of the second run, the error that of the first."""
-    failed = finding(ended="oom", oom=oom(False), allocator={"config": "", "retries": 1, "ooms": 1})
+    failed = finding(ended="oom", oom=oom(False), refused=2, allocator={"config": "", "retries": 1, "ooms": 1})
     wanted = finding(
         allocated_bytes=400 * MIB, reserved_bytes=500 * MIB, process_peak_bytes=600 * MIB, phase="optimizer"
     )
@@ -142,11 +144,24 @@ def test_ranks_are_kept_and_the_worst_leads() -> None:
 def test_ranges_say_what_is_not_known() -> None:
     """Context always, communicators and optional workspaces when there are any; never above the GPU's memory."""
     assert [r.what for r in measured(finding()).ranges] == ["context"]
-    found = measured(finding(communicators=1))
+    found = measured(finding(communicators=1, process_peak_bytes=120 * MIB + 544_000_000 + GPU.context_bytes[1]))
     communication = next(r for r in found.ranges if r.what == "communication")
     assert found.outside.communication_bytes == communication.low_bytes > 0
     assert found.peak.device_bytes == 120 * MIB + GPU.context_bytes[1] + communication.low_bytes
     assert measured(finding(used_gpu=False, ended="finished")).ranges == ()
+
+
+def test_memory_refused_to_another_library_does_not_fit() -> None:
+    """NCCL that gets no memory ends the script with its own error; that is no fault of the script's."""
+    died = finding(ended="raised", error="DistBackendError: unhandled error", refused=1)
+    found = measured(died, code=1)
+    assert found.verdict == "does-not-fit"
+    assert any("NCCL" in note for note in found.notes)
+
+
+def test_a_gpu_without_kernels_gets_no_verdict() -> None:
+    """What could not start on the real GPU does not fit and does not not fit."""
+    assert measured(finding(no_kernels=True)).verdict == "unknown"
 
 
 def test_device_memory_adds_up() -> None:

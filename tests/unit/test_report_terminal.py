@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 
 import pytest
 from measurement_samples import OOM_MESSAGE, T4, fitting, not_fitting, peak, step, untouched
@@ -29,10 +30,17 @@ CONTEXT = Range(what="context", low_bytes=90 * MIB, high_bytes=140 * MIB, reason
 WORKSPACE = Range(what="cuDNN workspace", low_bytes=0, high_bytes=4 * GIB, reason="the engine is chosen by timing")
 
 
-def shown(measurement: Measurement, *, width: int = 80, saved: bool = False, larger_gpu: str | None = None) -> str:
+def shown(
+    measurement: Measurement,
+    *,
+    width: int = 80,
+    saved: bool = False,
+    larger_gpu: str | None = None,
+    options: Sequence[str] = (),
+) -> str:
     """Return the report as text, without colour."""
     console = Console(width=width, record=True, file=io.StringIO(), color_system=None)
-    print_report(measurement, console, saved=saved, larger_gpu=larger_gpu)
+    print_report(measurement, console, saved=saved, larger_gpu=larger_gpu, options=options)
     return console.export_text()
 
 
@@ -519,14 +527,23 @@ memory       the script caught the error and went on
         (fitting(), {"saved": True}, "oomproof run --gpu NAME -- python train.py --batch 16"),
         (not_fitting(), {"larger_gpu": "a10g"}, "oomproof run --gpu a10g -- python train.py --batch 16"),
         (RAISED, {"saved": True}, "oomproof run -o FILE -- python train.py --batch 16"),
-        (fitting(command=("python", "a b.py", "x" * 80)), {}, "oomproof run -o FILE -- ..."),
-        (fitting(command=("bash", "-c", "a\nb")), {}, "oomproof run -o FILE -- ..."),
+        (fitting(command=("python", "a b.py", "x" * 80)), {}, f"oomproof run -o FILE -- python 'a b.py' {'x' * 80}"),
+        (
+            fitting(),
+            {"options": ["--gpu", "t4", "--steps", "5"]},
+            "oomproof run -o FILE --gpu t4 --steps 5 -- python train.py --batch 16",
+        ),
+        (
+            not_fitting(),
+            {"larger_gpu": "a10g", "options": ["--gpu", "t4", "--values", "keep"]},
+            "oomproof run --gpu a10g --values keep -- python train.py --batch 16",
+        ),
     ],
 )
 def test_the_last_line_is_the_next_command(
     measurement: Measurement, options: dict[str, object], last_line: str
 ) -> None:
-    """It is one line that a shell takes as it stands; a command that would not survive that is left out."""
+    """It is one line that a shell takes as it stands, with the options of the run but for the GPU it changes."""
     assert shown(measurement, **options).splitlines()[-1].strip() == last_line  # type: ignore[arg-type]
 
 

@@ -66,7 +66,10 @@ def main(
     if json:
         sys.stdout.write(to_json_text(measured))
     else:
-        print_report(measured, Console(), saved=output is not None, larger_gpu=larger_gpu(measured))
+        options = typed_options(gpu=gpu, gpu_file=gpu_file, memory=memory, gpus=gpus, values=values, platform=platform)
+        options += [] if steps == "3" else ["--steps", steps]
+        options += ["--until-stable"] if until_stable else []
+        print_report(measured, Console(), saved=output is not None, larger_gpu=larger_gpu(measured), options=options)
     raise typer.Exit(exit_code(measured))
 
 
@@ -75,6 +78,17 @@ def chosen_gpu(name: str | None, file: Path | None) -> GPUSpec | str | None:
     if name is not None and file is not None:
         raise UsageError("--gpu and --gpu-file name two GPUs; give one of them")
     return load_gpu_file(file) if file is not None else name
+
+
+def typed_options(**options: object) -> list[str]:
+    """Return the options as a person would type them, without those that have their default."""
+    defaults = {None, "mirror", "linux"}
+    return [
+        word
+        for name, value in options.items()
+        if value not in defaults
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
 
 
 def parse_steps(text: str) -> int | None:
@@ -104,8 +118,12 @@ class _Progress:
 
     def __init__(self, steps: str) -> None:
         self._of = "" if steps == "all" else f" of {steps}"
+        self._run = 1
 
     def __call__(self, step: dict[str, Any]) -> None:
+        if step["run"] != self._run:
+            self._run = step["run"]
+            print("oomproof: out of memory; once more without a limit, for the demand", file=sys.stderr)
         print(
             f"oomproof: step {step['step']}{self._of}: allocated {format_bytes(step['allocated_bytes'])}, reserved "
             f"{format_bytes(step['reserved_bytes'])} at its peak, {format_seconds(step['seconds'])}",

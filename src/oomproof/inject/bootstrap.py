@@ -68,6 +68,7 @@ def _torch_imported(torch: ModuleType, device: Device, config: dict[str, Any], f
     flags = torch._C._cuda_getArchFlags() or ""
     device.set_binary_version(newest_architecture(flags, capability))
     if not has_kernels(flags, capability):
+        config["no_kernels"] = True
         config["notes"] = [
             f"this torch ({torch.__version__}) has no kernels for compute capability {capability / 10:.1f}: on the "
             f"real GPU the script fails with 'no kernel image is available'; it was built for {flags}"

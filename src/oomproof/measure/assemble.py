@@ -42,7 +42,7 @@ class Outcome:
     @property
     def troubled(self) -> bool:
         """True when an allocation failed somewhere, so that more memory would have changed the run."""
-        return any(f["allocator"]["ooms"] or f["allocator"]["retries"] for f in self.findings)
+        return any(f["refused"] for f in self.findings)
 
 
 def read_outcome(folder: Path, exit_code: int, *, interrupted: bool = False) -> Outcome:
@@ -138,9 +138,9 @@ def _leaders(findings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _verdict(limited: Outcome, lead: Mapping[str, Any]) -> m.Verdict:
-    if any(f["ended"] == "oom" for f in limited.findings):
+    if any(f["ended"] == "oom" or _refused_elsewhere(f) for f in limited.findings):
         return "does-not-fit"
-    if limited.interrupted or not lead["used_gpu"]:
+    if limited.interrupted or not lead["used_gpu"] or lead["no_kernels"]:
         return "unknown"
     if any(f["ended"] == "raised" for f in limited.findings):
         return "unknown"
@@ -149,11 +149,20 @@ def _verdict(limited: Outcome, lead: Mapping[str, Any]) -> m.Verdict:
     return "unknown" if limited.exit_code else "fits"
 
 
+def _refused_elsewhere(finding: Mapping[str, Any]) -> bool:
+    """Return whether the script died of memory that another library was refused: NCCL, or a program's own cudaMalloc.
+
+    A failed allocation of PyTorch's is either a retry or an out-of-memory error, each with one refusal.
+    """
+    own = finding["allocator"]["ooms"] + finding["allocator"]["retries"]
+    return bool(finding["ended"] == "raised" and finding["refused"] > own)
+
+
 def _peak(finding: Mapping[str, Any]) -> m.Peak:
     return m.Peak(
         allocated_bytes=finding["allocated_bytes"],
         reserved_bytes=finding["reserved_bytes"],
-        device_bytes=finding["process_peak_bytes"] + _communication(finding)[0],
+        device_bytes=finding["process_peak_bytes"],
         step=finding["step"],
         phase=finding["phase"],
         module=finding["module"],
@@ -165,7 +174,7 @@ def _demand(finding: Mapping[str, Any]) -> m.Demand:
     return m.Demand(
         allocated_bytes=finding["allocated_bytes"],
         reserved_bytes=finding["reserved_bytes"],
-        device_bytes=finding["process_peak_bytes"] + _communication(finding)[0],
+        device_bytes=finding["process_peak_bytes"],
     )
 
 
@@ -176,11 +185,12 @@ def _communication(finding: Mapping[str, Any]) -> tuple[int, int]:
 
 def _outside(finding: Mapping[str, Any], gpu: GPUSpec) -> m.Outside:
     context = gpu.context_bytes[1] if finding["used_gpu"] else 0
+    communication = _communication(finding)[0]
     return m.Outside(
         cached_bytes=max(0, finding["reserved_bytes"] - finding["allocated_bytes"]),
         context_bytes=context,
-        communication_bytes=_communication(finding)[0],
-        other_bytes=max(0, finding["process_peak_bytes"] - finding["reserved_bytes"] - context),
+        communication_bytes=communication,
+        other_bytes=max(0, finding["process_peak_bytes"] - finding["reserved_bytes"] - context - communication),
     )
 
 
@@ -188,7 +198,8 @@ def _ranges(finding: Mapping[str, Any], gpu: GPUSpec) -> tuple[m.Range, ...]:
     if not finding["used_gpu"]:
         return ()
     low, _, high = gpu.context_bytes
-    ranges = [m.Range(what="context", low_bytes=low, high_bytes=high, reason=gpu.sources["context_bytes"])]
+    reason = f"depends on the driver and on the kernels that get loaded; evidence: oomproof gpus {gpu.key}"
+    ranges = [m.Range(what="context", low_bytes=low, high_bytes=high, reason=reason)]
     if finding["communicators"]:
         low, high = _communication(finding)
         reason = f"{finding['communicators']} NCCL communicator(s); public reports state 544 to 688 MB for one"
@@ -203,15 +214,20 @@ def _ranges(finding: Mapping[str, Any], gpu: GPUSpec) -> tuple[m.Range, ...]:
 
 def _notes(limited: Outcome, lead: Mapping[str, Any], shown: Mapping[str, Any]) -> list[str]:
     notes = list(dict.fromkeys([*lead["notes"], *shown["notes"]]))
-    if not lead["used_gpu"]:
+    if not lead["used_gpu"] and lead["ended"] != "raised":
         notes.append(
             "the script imported torch but put nothing on the GPU; check that it asks for cuda (torch.cuda."
             "is_available() was true)"
         )
     elif lead["oom"] and lead["ended"] != "oom":
         notes.append("the script met an out-of-memory error, handled it and went on; the peak is that of what followed")
+    if any(_refused_elsewhere(f) for f in limited.findings):
+        notes.append(
+            "memory was refused to a library beside PyTorch, such as NCCL, and the script ended with its error"
+        )
     if lead["error"] and lead["ended"] == "raised":
-        notes.append(f"the script raised {lead['error']}; the figures are those until then")
+        first_line = lead["error"].partition("\n")[0][:200]
+        notes.append(f"the script raised {first_line}; the figures are those until then")
     unknown = [what for what, lift in lead["optional_workspaces"].items() if not lift and ":" in what]
     if unknown:
         notes.append(f"counted as 0, their size is not public: workspaces of {', '.join(sorted(unknown))}")

@@ -76,6 +76,10 @@ class Counters:
         allocated, reserved = max(peaks, default=(0, 0))
         return allocated, reserved
 
+    def window_peak(self) -> int:
+        """Return the allocated peak of the worst device since ``end_window``, as far as it was folded."""
+        return max((kept[0] for kept in self._window.values()), default=0)
+
     def worst_device(self) -> int:
         """Return the device with the highest allocated peak."""
         return max(self._peak, key=lambda device: self._peak[device], default=0)

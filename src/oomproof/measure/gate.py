@@ -36,8 +36,16 @@ _LOOKS = frozenset(
         "untyped_storage", "requires_grad_", "register_hook", "backward", "retain_grad", "record_stream",
     )
 )  # fmt: skip
-_BY_MASK = frozenset(("__getitem__", "__setitem__", "index_put", "index_put_", "masked_scatter", "masked_scatter_", "where"))
+_BY_MASK = frozenset(
+    ("__getitem__", "__setitem__", "index_put", "index_put_", "masked_scatter", "masked_scatter_", "where")
+)
 _MOVES = frozenset(("to", "cuda", "type", "copy_"))
+#: Collectives move values inside C++, where no function mode sees them; ranks compare counts and lengths through them.
+_COLLECTIVES = (
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
+    "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter",
+    "reduce_scatter_tensor", "scatter", "scatter_object_list", "_verify_params_across_processes",
+)  # fmt: skip
 _DEPTH = 2  # lists of tensors, and lists of those
 
 
@@ -47,11 +55,12 @@ class Gate(TorchFunctionMode):  # type: ignore[misc] # torch has no types here
     def __init__(self, mirror: Mirror) -> None:
         super().__init__()
         self._mirror = mirror
-        self._entries = mirror._known.entries
+        self._entries = mirror.known.entries
         self._names: dict[Any, str] = {}
 
     def __enter__(self) -> Gate:
         _pause_in_compiled_code(self)
+        _cover_collectives(self._mirror)
         super().__enter__()
         return self
 
@@ -132,6 +141,33 @@ def _has_mask(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.is_cuda and value.dtype in (torch.bool, torch.uint8)
     return isinstance(value, (list, tuple)) and any(_has_mask(item) for item in value)
+
+
+def _cover_collectives(mirror: Mirror) -> None:
+    """Run torch.distributed's collectives under the mirror; they allocate nothing that it could change."""
+    from torch import distributed
+
+    if not distributed.is_available():
+        return
+    for name in _COLLECTIVES:
+        original = getattr(distributed, name, None)
+        if original is None:
+            continue
+        covered = _covered(original, mirror)
+        for module in (distributed, distributed.distributed_c10d):
+            if getattr(module, name, None) is original:
+                setattr(module, name, covered)
+    reducer = distributed.Reducer  # DDP's: ranks agree on its buckets by broadcasting their sizes
+    reducer._rebuild_buckets = _covered(reducer._rebuild_buckets, mirror)
+
+
+def _covered(original: Any, mirror: Mirror) -> Any:
+    @functools.wraps(original, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with mirror.on_this_thread():
+            return original(*args, **kwargs)
+
+    return call
 
 
 def _pause_in_compiled_code(gate: Gate) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import threading
 import weakref
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ class Hooks:
         self.originals: dict[str, Any] = {}
         self.handles: list[Any] = []
         self.phase = "init"
-        self.stack: list[str] = []
+        self.local = threading.local()  # .stack: the modules this thread is in; DataParallel calls them from several
         self.in_backward = False
         self.in_optimizer = 0
         self.active = True
@@ -71,34 +72,37 @@ class Hooks:
         module_type = self.torch.nn.Module
         original = module_type.__call__
         is_compiling = self.torch.compiler.is_compiling
-        stack, enter, leave = self.stack, self._enter, self._leave
+        local, enter, leave = self.local, self._enter, self._leave
 
         @functools.wraps(original)
         def __call__(module: Any, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not self.active:
                 return original(module, *args, **kwargs)
+            try:
+                stack = local.stack
+            except AttributeError:  # the first module that this thread calls
+                stack = local.stack = []
             depth = len(stack)
-            enter(module, args, kwargs)
+            enter(stack, module, args, kwargs)
             try:
                 output = original(module, *args, **kwargs)
             except BaseException:
                 del stack[depth:]
                 raise
-            leave(depth, output)
+            leave(stack, depth, output)
             return output
 
         module_type.__call__ = __call__
 
-    def _enter(self, module: Any, args: Any, kwargs: Any) -> None:
+    def _enter(self, stack: list[str], module: Any, args: Any, kwargs: Any) -> None:
         in_backward = self.in_backward
-        if not in_backward and not self.stack:
+        if not in_backward and not stack:
             self._enter_root(module, args, kwargs)
         name = self.names.get(id(module)) or self._name(module)
-        self.stack.append(name)
+        stack.append(name)
         self.observer.mark(self.phase, "+" + name if in_backward else name)
 
-    def _leave(self, depth: int, output: Any) -> None:
-        stack = self.stack
+    def _leave(self, stack: list[str], depth: int, output: Any) -> None:
         name = stack[depth]
         del stack[depth:]
         if self.in_backward:

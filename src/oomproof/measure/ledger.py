@@ -92,8 +92,12 @@ class Ledger:
         marks: list[Mark],
         labels: list[tuple[int, str, list[int]]],
         optional: Iterable[tuple[int, str, int]] = (),
+        step: int | None = None,
     ) -> None:
         """Take the next piece of the trace.
+
+        ``step``: the highest point is known to lie in it; it is looked for there. PyTorch's counters know, and the
+        trace does not quite: it has the sizes asked for, which are a little less than what blocks take.
 
         ``events`` are PyTorch's trace entries, oldest first; ``marks`` are in time order; ``labels`` are (time in µs,
         category, addresses that held it then); ``optional`` are (time in µs, library, bytes) of workspaces that were
@@ -101,7 +105,8 @@ class Ledger:
         """
         times = [mark.time_us for mark in marks]
         changes = [e for e in events if e["action"] in ("alloc", "free_requested")]
-        top = self._highest(changes)
+        places = [marks[max(0, bisect.bisect_right(times, e["time_us"]) - 1)] for e in changes]
+        top = self._highest(changes, places, step)
         queue = sorted(
             [(t, 1, (category, addresses)) for t, category, addresses in labels]
             + [(t, 2, (what, size)) for t, what, size in optional],
@@ -113,14 +118,14 @@ class Ledger:
             while position < len(queue) and queue[position][0] <= now:
                 self._note(queue[position][1], queue[position][2])
                 position += 1
-            mark = marks[max(0, bisect.bisect_right(times, now) - 1)]
+            mark = places[index]
             self._apply(event, mark)
             if index == top:
                 self.peak = Moment(self._total, mark, event.get("frames", []), list(self._live.values()))
         for _, kind, item in queue[position:]:
             self._note(kind, item)
 
-    def _highest(self, changes: list[dict[str, Any]]) -> int | None:
+    def _highest(self, changes: list[dict[str, Any]], places: list[Mark], step: int | None) -> int | None:
         """Return the index of the event that reaches a new high, None when this piece has none."""
         total, best, high = self._total, None, self._high
         sizes = {address: block.size for address, block in self._live.items()}
@@ -128,7 +133,7 @@ class Ledger:
             if event["action"] == "alloc":
                 sizes[event["addr"]] = size = rounded(event["size"])
                 total += size
-                if total > high:
+                if total > high and (step is None or places[index].step == step):
                     high, best = total, index
             else:
                 total -= sizes.pop(event["addr"], 0)

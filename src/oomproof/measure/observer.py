@@ -171,13 +171,21 @@ class Observer:
         marks = [Mark(at // 1000, step, phase, module) for at, step, phase, module in self.marks]
         for index, events in enumerate(snapshot["device_traces"]):
             ledger = self.ledger.setdefault(index, Ledger())
-            ledger.feed(events, marks, labels, optional)
+            ledger.feed(events, marks, labels, optional, self._highest_step())
             ledger.correct_sizes(s for s in snapshot["segments"] if s["device"] == index)
         self.labels, self.marks = [], [self.marks[-1]]
         if more:
             self._record(False)
             self._record(True)
             self.counters.trace_was_read()
+
+    def _highest_step(self) -> int | None:
+        """Return the step in which the counters peaked; None before the first step has ended."""
+        if not self.per_step:
+            return None
+        top = max(self.per_step, key=lambda s: s["allocated_bytes"])  # the first of equals
+        after = self.counters.window_peak()
+        return top["step"] if top["allocated_bytes"] >= after else self.step
 
     # ---- out of memory, the end ------------------------------------------------------------------------------------
 
@@ -207,7 +215,7 @@ class Observer:
         now = time.perf_counter()
         if os.environ.get("RANK", "0") == "0" and now - self.told > 0.1:
             self.told = now
-            _write(self.folder / "progress.json", {"pid": self.pid, **self.per_step[-1]})
+            _write(self.folder / "progress.json", self.per_step[-1])
 
     def stop(self, why: str) -> None:
         """Write what was measured and end the process, whatever the script has wrapped around its loop.
@@ -281,6 +289,8 @@ class Observer:
             "reserved_bytes": reserved,
             "process_peak_bytes": self.device.process_peak(index),
             "communicators": self.communicators,
+            "refused": self.device.refused(),
+            "no_kernels": bool(self.config.get("no_kernels")),
             "pinned_host_bytes": self.device.host_peak(),
             "step": moment.mark.step if moment else None,
             "phase": moment.mark.phase if moment else None,

@@ -80,12 +80,22 @@ def _user_line(torch: ModuleType) -> str:
 
 
 def user_stack(torch: ModuleType, frames: list[dict[str, Any]]) -> list[str]:
-    """Return a recorded stack for people, innermost first: the user's lines and the libraries' they call."""
-    lines = []
+    """Return a recorded stack for people, innermost first: the user's lines and the libraries' that they call.
+
+    Of a deep stack the innermost lines are shown, and the user's innermost line in any case.
+    """
+    lines, users = [], []
     for frame in frames:
-        if _kind(frame["filename"], torch) != "ours" and not frame["filename"].startswith("??"):
-            lines.append(f"{_short(frame['filename'])}:{frame['line']} {frame['name']}")
-    return lines[:STACK_LINES]
+        kind = _kind(frame["filename"], torch)
+        if kind == "ours" or frame["filename"].startswith("??"):
+            continue
+        lines.append(f"{_short(frame['filename'])}:{frame['line']} {frame['name']}")
+        if kind == "user":
+            users.append(lines[-1])
+    shown = lines[:STACK_LINES]
+    if users and users[0] not in shown:
+        shown[-1] = users[0]
+    return shown
 
 
 def _kind(filename: str, torch: ModuleType) -> str:

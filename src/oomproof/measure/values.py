@@ -34,6 +34,9 @@ from oomproof.phantom.device import Device
 OnUnknown = Callable[[str, "bool | None"], None]
 
 
+SCALAR_BYTES = 8
+
+
 class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
     """Know the small values of a script on the phantom; enter it as a context manager.
 
@@ -50,13 +53,13 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         self._device = device
         self._limit_bytes = limit_bytes
         self._on_unknown = on_unknown
-        self._known = Known()
-        self._entries = self._known.entries
+        self.known = Known()
+        self._entries = self.known.entries
         self._plans: dict[int, Plan] = {}
         self._paused = threading.local()
         self._masks = MaskedBackward()
         self._covers = False
-        self._computer = Computer(device, self._known, limit_bytes)
+        self._computer = Computer(device, self.known, limit_bytes)
         surroundings.never_compile((sys.modules[__name__], answers, compute, known, operators))
         surroundings.pass_higher_order_operators(Mirror)
 
@@ -117,7 +120,7 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         except Exception:  # noqa: BLE001 - whatever goes wrong here is not the script's fault: not known, then
             for tensor in tensors_in([list(args), list((kwargs or {}).values())]):
                 with contextlib.suppress(Exception):
-                    self._known.forget(tensor)
+                    self.known.forget(tensor)
         return out
 
     def _plan(self, func: Any) -> Plan:
@@ -151,7 +154,7 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         with Bare():
             if not self._computer.compute(plan, args, kwargs, out, fresh, written):
                 for tensor in written:
-                    self._known.forget(tensor)
+                    self.known.forget(tensor)
 
     # ---- reads from the device -----------------------------------------------------------------------------------
 
@@ -167,7 +170,7 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
 
     def _read(self, address: int, size: int) -> None:
         frame, direct = _dispatch_frame(self)
-        entry = self._known.at(address, size)
+        entry = self.known.at(address, size)
         if entry is not None:
             if entry.pattern is not None and size <= self._limit_bytes:
                 self._put(address, entry.pattern * (size // len(entry.pattern)))
@@ -184,6 +187,8 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         if count is not None:
             self._put(address, count.to_bytes(size, sys.byteorder))
             return
+        if size > SCALAR_BYTES and self._device.from_host(address, size):
+            return  # C++ sent it there and reads it back; a scalar's address is reused too soon to be sure
         self._device.zero(address, size)
         self._on_unknown(node.name() if node is not None else "copy to the host", node is not None or None)
 
@@ -206,7 +211,7 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         return True
 
     def _expected(self, func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-        expected = expected_reads(func, args, kwargs, self._known)
+        expected = expected_reads(func, args, kwargs, self.known)
         if func._schema.name in MASKED:
             counts = list(expected)
             self._masks.remember(args, counts)
@@ -226,7 +231,7 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         self._on_unknown(operation, affects_memory(name, dtype))
 
     def _put(self, address: int, data: bytes) -> None:
-        if self._known.reachable(address):
+        if self.known.reachable(address):
             ctypes.memmove(address, data, len(data))
 
     # ---- threads ---------------------------------------------------------------------------------------------------

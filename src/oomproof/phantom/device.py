@@ -70,6 +70,8 @@ class Device:
         library.oom_process_used.restype = ctypes.c_uint64
         library.oom_host_peak.restype = ctypes.c_uint64
         library.oom_events.restype = ctypes.c_size_t
+        library.oom_refused.restype = ctypes.c_uint64
+        library.oom_from_host.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
         library.oom_is_device_address.argtypes = (ctypes.c_void_p,)
         library.oom_fill.argtypes = (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_size_t)
         library.oom_fill.restype = None
@@ -109,6 +111,14 @@ class Device:
     def host_peak(self) -> int:
         """Return the most bytes of pinned host memory this process had."""
         return int(self._library.oom_host_peak())
+
+    def refused(self) -> int:
+        """Return how many allocations of this process failed for want of memory, PyTorch's own included."""
+        return int(self._library.oom_refused())
+
+    def from_host(self, address: int, size: int) -> bool:
+        """Return whether these bytes of the device are a copy of the host's, not something a kernel computed."""
+        return bool(self._library.oom_from_host(address, size))
 
     def zero(self, address: int, size: int) -> None:
         """Make ``size`` bytes at a device address read as zeros."""

@@ -18,6 +18,8 @@ RANKS = 8
 STEP_ROWS = 4
 VALUE_READS = 4
 NOTES = 8
+RISING = 0.01  # a smaller change between steps is the allocator's choice of blocks
+LOCATION = 36  # characters that are never folded
 
 
 def more(hidden: int, what: str) -> list[Text]:
@@ -59,7 +61,7 @@ def _trend(per_step: Sequence[Step]) -> list[Text]:
     if change:
         side = "below" if change > 0 else "above"
         lines.append(Text(f"the first step peaks {format_bytes(abs(change))} {side} the last"))
-    if len(per_step) > 2 and last.allocated_bytes > before.allocated_bytes:
+    if len(per_step) > 2 and last.allocated_bytes - before.allocated_bytes > RISING * before.allocated_bytes:
         lines.append(Text("still rising at the last step: measure more steps", "yellow"))
     return lines
 
@@ -130,7 +132,7 @@ def _value_reads(view: View) -> list[RenderableType]:
     table = columns("left", "left", "right", "left")
     for read in reads[:VALUE_READS]:
         table.add_row(
-            Text(view.clean(read.location), overflow="fold"),
+            Text(view.clean(read.location), overflow="fold", no_wrap=len(read.location) <= LOCATION),
             Text(view.clean(read.operation), "dim", overflow="fold"),
             f"{read.count:,} x",
             Text(*_effect(read), overflow="fold"),

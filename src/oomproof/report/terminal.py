@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.segment import Segment
@@ -24,10 +24,18 @@ MAX_WIDTH = 110  # longer lines are harder to read
 class Report:
     """A rich renderable; how it looks depends on the console's width, encoding and colours."""
 
-    def __init__(self, measurement: Measurement, *, saved: bool = False, larger_gpu: str | None = None) -> None:
+    def __init__(
+        self,
+        measurement: Measurement,
+        *,
+        saved: bool = False,
+        larger_gpu: str | None = None,
+        options: Sequence[str] = (),
+    ) -> None:
         self.measurement = measurement
         self.saved = saved
         self.larger_gpu = larger_gpu
+        self.options = options
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the verdict, the sections that have something to say, and the next command."""
@@ -38,13 +46,13 @@ class Report:
             encoding=options.encoding,
             glyphs=glyphs_for(options.encoding),
         )
-        after = next_command(self.measurement, saved=self.saved, larger_gpu=self.larger_gpu)
+        after = next_command(self.measurement, saved=self.saved, larger_gpu=self.larger_gpu, options=self.options)
         blocks = Group(*self._blocks(view), Text(f"\nNext: {after.reason}:", "dim"))
         for line in console.render_lines(blocks, options.update(width=width), pad=False):
             yield from _stripped(line)
             yield Segment.line()
-        command = _fitting(after.command, self.measurement, view, options.max_width - 2)
-        yield Text(f"  {command}", "bold", overflow="fold")
+        # on one line, whatever its length: the terminal wraps it, and it can be copied
+        yield Text(f"  {view.clean(after.command)}", "bold", no_wrap=True, overflow="ignore")
 
     def _blocks(self, view: View) -> Iterator[RenderableType]:
         head = headline(self.measurement)
@@ -100,20 +108,19 @@ def _row(label: Text, body: RenderableType, *, label_width: int | None = None) -
     return table
 
 
-def _fitting(command: str, m: Measurement, view: View, width: int) -> str:
-    """Return the command if it fits on one line, else with the script left out: half a line is no command."""
-    if view.clean(command) == command and len(command) <= width:
-        return command
-    return command.removesuffix(shlex.join(m.command)) + "..."
-
-
-def render(measurement: Measurement, *, saved: bool = False, larger_gpu: str | None = None) -> Report:
+def render(
+    measurement: Measurement,
+    *,
+    saved: bool = False,
+    larger_gpu: str | None = None,
+    options: Sequence[str] = (),
+) -> Report:
     """Return the report as a rich renderable.
 
     ``saved`` says that the measurement is in a capture already, so that the last line does not advise it.
-    ``larger_gpu`` names the catalogue's GPU to try when this one is too small.
+    ``larger_gpu`` names the catalogue's GPU to try when this one is too small, ``options`` are those of the run.
     """
-    return Report(measurement, saved=saved, larger_gpu=larger_gpu)
+    return Report(measurement, saved=saved, larger_gpu=larger_gpu, options=options)
 
 
 def print_report(
@@ -122,6 +129,8 @@ def print_report(
     *,
     saved: bool = False,
     larger_gpu: str | None = None,
+    options: Sequence[str] = (),
 ) -> None:
     """Print the report on ``console``, or on standard output."""
-    (console or Console()).print(render(measurement, saved=saved, larger_gpu=larger_gpu))
+    report = render(measurement, saved=saved, larger_gpu=larger_gpu, options=options)
+    (console or Console()).print(report, crop=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from oomproof.measure.measurement import Measurement, Phase
@@ -71,30 +72,47 @@ def is_untouched(measurement: Measurement) -> bool:
     return not (peak.allocated_bytes or peak.reserved_bytes or measurement.outside.other_bytes)
 
 
-def next_command(measurement: Measurement, *, saved: bool, larger_gpu: str | None) -> NextCommand:
-    """Return what to type after this report; ``saved`` when it is in a capture already."""
+def next_command(
+    measurement: Measurement, *, saved: bool, larger_gpu: str | None, options: Sequence[str] = ()
+) -> NextCommand:
+    """Return what to type after this report; ``saved`` when it is in a capture already.
+
+    ``options`` are those of the run that was measured; the next one keeps them but for the GPU it changes.
+    """
+    kept = shlex.join(options)
+    others = shlex.join(_without_gpu(options))
     if is_untouched(measurement):
-        return NextCommand(reason="move the model to the GPU in the script, then", command=_run(measurement, ""))
+        return NextCommand(reason="move the model to the GPU in the script, then", command=_run(measurement, kept))
     if measurement.verdict == "unknown":
         reason = {
             "raised": "mend the script, then",
             "exited": "see why the script exited early, then",
             "interrupted": "let it run to its end",
         }.get(measurement.ended, "run it again and keep what it shows")
-        return NextCommand(reason=reason, command=_run(measurement, "-o FILE"))
+        return NextCommand(reason=reason, command=_run(measurement, "-o FILE", kept))
     if measurement.verdict == "does-not-fit" and larger_gpu is not None:
         return NextCommand(
             reason=f"see whether it fits {larger_gpu}",
-            command=_run(measurement, f"--gpu {shlex.quote(larger_gpu)}"),
+            command=_run(measurement, f"--gpu {shlex.quote(larger_gpu)}", others),
         )
     if measurement.verdict == "does-not-fit":
         reason = "see whether it fits a larger GPU (oomproof gpus lists them)"
     elif saved:
         reason = "see whether a smaller GPU would do (oomproof gpus lists them)"
     else:
-        return NextCommand(reason="keep this measurement in a file", command=_run(measurement, "-o FILE"))
-    return NextCommand(reason=reason, command=_run(measurement, "--gpu NAME"))
+        return NextCommand(reason="keep this measurement in a file", command=_run(measurement, "-o FILE", kept))
+    return NextCommand(reason=reason, command=_run(measurement, "--gpu NAME", others))
 
 
-def _run(measurement: Measurement, option: str) -> str:
-    return " ".join(filter(None, ("oomproof run", option, "--", shlex.join(measurement.command))))
+def _without_gpu(options: Sequence[str]) -> list[str]:
+    """Return the options without those that say which GPU, each of which takes a value."""
+    kept, skip = [], False
+    for option in options:
+        if not skip and option not in ("--gpu", "--gpu-file", "--memory"):
+            kept.append(option)
+        skip = not skip and option in ("--gpu", "--gpu-file", "--memory")
+    return kept
+
+
+def _run(measurement: Measurement, *options: str) -> str:
+    return " ".join(filter(None, ("oomproof run", *options, "--", shlex.join(measurement.command))))

@@ -61,6 +61,7 @@ static struct shared_state own_state; /* used when there is no file to share */
 static struct shared_state *state = &own_state;
 static struct process *self;
 static uint64_t peak[OOM_MAX_DEVICES];
+static uint64_t refused;
 static int contexts[OOM_MAX_DEVICES];
 
 static int alive(int pid) { return pid > 0 && (kill(pid, 0) == 0 || errno == EPERM); }
@@ -213,7 +214,10 @@ void oom_uuid(int physical, unsigned char uuid[16]) {
 
 static int charge(int physical, size_t size) {
     struct process *slot = own_slot();
-    if (!unlimited && used_by_all(physical) + size > gpus[physical].memory) return -1;
+    if (!unlimited && used_by_all(physical) + size > gpus[physical].memory) {
+        refused++;
+        return -1;
+    }
     uint64_t now = atomic_fetch_add(&slot->used[physical], size) + size;
     if (now > peak[physical]) peak[physical] = now;
     return 0;
@@ -279,6 +283,8 @@ uint64_t oom_process_peak(int device) {
     return physical >= 0 ? peak[physical] : 0;
 }
 
+uint64_t oom_refused(void) { return refused; }
+
 uint64_t oom_physical_used(int physical) {
     return physical >= 0 && physical < physical_count ? used_by_all(physical) : 0;
 }
@@ -302,8 +308,8 @@ int oom_device_processes(int physical, int *pids, uint64_t *used, int capacity) 
 /* ---- addresses -------------------------------------------------------------------------------------------------------- */
 
 /* Device memory is address space inside one arena. On Linux the driver hands out chunks of a multiple of 32 MiB, each
- * new one below the former ones; a segment goes to the smallest hole of a chunk that fits (ties: the lowest address),
- * else to a new chunk at the highest gap that fits; a chunk whose segments are all freed goes back. PyTorch's best fit
+ * new one at the highest gap that fits; a segment goes to the newest chunk with a hole that fits, there to the smallest
+ * such hole (ties: the lowest address), else to a new chunk; a chunk whose segments are all freed goes back. PyTorch's best fit
  * breaks ties by address, so this order decides which block it takes next. With `rising` (WSL2) a segment goes to the
  * lowest gap that fits, without chunks. */
 struct segment {
@@ -318,12 +324,14 @@ struct chunk {
     char *start;
     size_t size;
     int physical;
+    uint64_t number; /* in the order in which chunks were made */
     struct segment *segments;
 };
 
 static char *arena, *arena_end;
 static int arena_writable;
 static struct chunk *chunks;
+static uint64_t chunks_made;
 
 static size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -352,21 +360,24 @@ static struct segment *put(struct segment **link, char *start, size_t size, size
     return made;
 }
 
-/* The smallest hole that fits in the device's chunks; the lowest address among equals. */
+/* In the newest of the device's chunks that has room: the smallest hole that fits, the lowest address among equals.
+ * Newest first is what published snapshots show: docs/accuracy.md. */
 static struct segment *place_in_hole(int physical, size_t size, size_t asked) {
     struct segment **best_link = NULL;
     char *best_start = NULL;
-    size_t best_size = SIZE_MAX;
+    size_t best_size = 0;
+    uint64_t best_number = 0;
     for (struct chunk *chunk = chunks; chunk; chunk = chunk->next) {
-        if (chunk->physical != physical) continue;
+        if (chunk->physical != physical || chunk->number < best_number) continue;
         char *cursor = chunk->start;
         for (struct segment **link = &chunk->segments;; link = &(*link)->next) {
             char *until = *link ? (*link)->start : chunk->start + chunk->size;
             size_t hole = (size_t)(until - cursor);
-            if (hole >= size && (hole < best_size || (hole == best_size && cursor < best_start))) {
+            if (hole >= size && (chunk->number > best_number || hole < best_size)) {
                 best_link = link;
                 best_start = cursor;
                 best_size = hole;
+                best_number = chunk->number;
             }
             if (!*link) break;
             cursor = (*link)->start + (*link)->size;
@@ -391,7 +402,7 @@ static struct chunk *new_chunk(int physical, size_t size) {
     }
     struct chunk *made = where ? malloc(sizeof *made) : NULL;
     if (!made) return NULL;
-    *made = (struct chunk){*where, start, size, physical, NULL};
+    *made = (struct chunk){*where, start, size, physical, ++chunks_made, NULL};
     *where = made;
     return made;
 }
@@ -582,6 +593,37 @@ int oom_host_find(const void *pointer, void **base, size_t *size) {
 
 static void (*read_callback)(const void *, size_t);
 
+/* The last copies that came from the host, also through further copies on the device. DDP's reducer sends a list of
+ * its buckets to the device, broadcasts it and reads it back, all inside C++ where nothing else sees it. */
+#define COPIES 1024
+static struct { const void *start; size_t size; } host_copies[COPIES];
+static size_t host_copy_count;
+
+static int find_host_copy(const void *start, size_t size) {
+    for (int i = 0; i < COPIES; i++)
+        if (host_copies[i].start == start && host_copies[i].size == size) return i;
+    return -1;
+}
+
+static void note_copy(const void *to, const void *from, size_t size, int from_device) {
+    pthread_mutex_lock(&lock);
+    int known = find_host_copy(to, size);
+    if (from_device && find_host_copy(from, size) < 0) {
+        if (known >= 0) host_copies[known].size = 0;
+    } else if (known < 0) {
+        host_copies[host_copy_count % COPIES].start = to;
+        host_copies[host_copy_count++ % COPIES].size = size;
+    }
+    pthread_mutex_unlock(&lock);
+}
+
+int oom_from_host(const void *pointer, size_t size) {
+    pthread_mutex_lock(&lock);
+    int found = size > 0 && find_host_copy(pointer, size) >= 0;
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
 void oom_on_read(void (*callback)(const void *, size_t)) { read_callback = callback; }
 
 void oom_copy(void *to, const void *from, size_t size) {
@@ -597,6 +639,7 @@ void oom_copy(void *to, const void *from, size_t size) {
         memcpy(to, from, size);
     } else if (size <= keep_bytes) {
         memmove(to, from, size);
+        if (to_device) note_copy(to, from, size, from_device);
     } else if (to_device) {
         oom_fill(to, 0, 1, size); /* too large to keep: its values are not known, and no stale ones may remain */
     }

@@ -91,6 +91,8 @@ OOM_EXPORT uint64_t oom_host_peak(void);
 /* Values. Copies of at most keep_bytes are really made; larger ones only when they fill with zeros. */
 OOM_EXPORT void oom_copy(void *to, const void *from, size_t size);
 OOM_EXPORT void oom_fill(void *to, uint32_t value, size_t width, size_t count);
+OOM_EXPORT int oom_from_host(const void *pointer, size_t size); /* 1: these bytes are a copy of the host's */
+OOM_EXPORT uint64_t oom_refused(void);                          /* allocations that failed for want of memory */
 OOM_EXPORT void oom_on_read(void (*callback)(const void *from, size_t size));
 
 /* What happened, for the observer. */

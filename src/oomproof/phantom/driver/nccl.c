@@ -6,6 +6,10 @@
 
 #define API __attribute__((visibility("default")))
 
+/* Device memory of one communicator over several GPUs: the low end of what public reports state for A100 and H100
+ * machines, 544 to 688 MB; the report gives the range. measure/assemble.py has both. */
+#define COMMUNICATOR_BYTES 544000000
+
 struct communicator {
     int ranks, rank, device;
 };
@@ -35,6 +39,7 @@ API int ncclGetUniqueId(char id[128]) {
 }
 
 static int new_communicator(void **made, int ranks, int rank) {
+    if (ranks > 1 && oom_charge(oom_current_device(), COMMUNICATOR_BYTES) != 0) return 1; /* ncclUnhandledCudaError */
     struct communicator *communicator = (struct communicator *)oom_new_handle();
     *communicator = (struct communicator){ranks, rank, oom_current_device()};
     if (ranks > 1) oom_event(OOM_EVENT_COMMUNICATOR, communicator, 0, "NCCL");
@@ -83,6 +88,8 @@ API int ncclCommSplit(void *communicator, int color, int key, void **made, void 
 
 API int ncclCommDestroy(void *communicator) {
     TRACE();
+    struct communicator *gone = communicator;
+    if (gone->ranks > 1) oom_discharge(gone->device, COMMUNICATOR_BYTES);
     oom_free_handle((uint64_t)communicator);
     return 0;
 }

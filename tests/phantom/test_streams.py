@@ -87,7 +87,9 @@ def test_cuda_graphs(child: Child) -> None:
         made(torch.zeros(4, 64, device="cuda")).sum().backward()
         return [held, y.numel()]
 
-    assert child(body) == [8 * MIB, 1 << 20]
+    held, elements = child(body)
+    assert 8 * MIB <= held <= 8 * MIB + 1024, "both tensors, and the generator's state where a version keeps it there"
+    assert elements == 1 << 20
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])

@@ -84,14 +84,14 @@ class Gate(TorchFunctionMode):  # type: ignore[misc] # torch has no types here
             if self._concerns(name, args, kwargs):
                 with self._mirror.on_this_thread():
                     return func(*args, **kwargs) if kwargs else func(*args)
-            if name[-1:] == "_" and args:  # a bare call writes into its first argument
+            if args and _writes(name):
                 first = args[0]
                 self.forget(first if isinstance(first, (list, tuple)) else (first,))
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _concerns(self, name: str, args: Any, kwargs: Any) -> bool:
-        if name in _READS or name in _FINITE or name.startswith("_amp_"):
-            return True
+        if name in _READS or name in _FINITE or name.startswith(("_amp_", "new_")) or name.endswith("_like"):
+            return True  # new_* and *_like look at a tensor's shape only: their results are known
         known = self._all_known(args, 0)
         if kwargs and known is not False:
             inside = self._all_known(kwargs.values(), 0)
@@ -125,6 +125,13 @@ class Gate(TorchFunctionMode):  # type: ignore[misc] # torch has no types here
                     return False
                 found = found or inside
         return found
+
+
+def _writes(name: str) -> bool:
+    """Return whether a function of this name writes into its first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
+    return name.endswith("_")
 
 
 def _crosses(name: str, args: Any, kwargs: Any) -> bool:

@@ -110,8 +110,8 @@ def ordered_pairs(events: list[tuple[str, int, int]], ours: list[int]) -> tuple[
         # hole below it, left by what the process had loaded before.
         ("lm4_train_100", True, 923, 926),
         # Linux, from the middle of a run, so what lay there before is unknown.
-        ("lora_8bit_old_format", False, 2914, 2921),
-        ("lm_2.7b_full_step_128", False, 109_536, 110_017),
+        ("lora_8bit_old_format", False, 2921, 2921),
+        ("lm_2.7b_full_step_128", False, 109_544, 110_017),
     ],
 )
 def test_order_of_recorded_segments(tmp_path: Path, name: str, rising: bool, same: int, pairs: int) -> None:
@@ -143,8 +143,9 @@ def offsets(tmp_path: Path, *calls: int, rising: bool = False) -> list[int]:
         pytest.param((20, 20, 20), [0, -32, -64], id="each new chunk lies below the former ones"),
         pytest.param((20, 2, 2, 8), [0, 20, 22, 24], id="the rest of a chunk serves later, smaller segments"),
         pytest.param((100, 26), [0, 100], id="26 MiB sit in the 28 MiB that 100 MiB left of their chunk"),
-        pytest.param((30, 26, 2), [0, -32, 30], id="the smallest hole that fits comes first"),
-        pytest.param((20, 20, 2), [0, -32, -12], id="the lowest address among equal holes"),
+        pytest.param((30, 26, 2), [0, -32, -6], id="the newest chunk with room comes first, though a hole elsewhere fits better"),
+        pytest.param((64, 64, 32, -1, 20, 2), [0, -64, -96, 32, 52], id="the newest chunk, not the lowest"),
+        pytest.param((20, 8, 2, 2, -1, 2), [0, 20, 28, 30, 0], id="the smallest hole of a chunk"),
         pytest.param((32, 32, -1, 32), [0, -32, 0], id="a freed chunk is used again"),
         pytest.param((32, 64, 32, -2, 32, 32), [0, -64, -96, -32, -64], id="the highest gap first"),
         pytest.param((30, 2, -1, 20), [0, 30, 0], id="a chunk stays while a segment of it lives"),

@@ -32,6 +32,7 @@ device.configure([dict(
     driver_version=manifest["cuda_version"])
 import torch
 import torch.nn.functional as F
+from oomproof.measure.gate import Gate
 from oomproof.measure.values import KeptValues, Mirror
 unknown = []
 def told(operation, affects_memory):
@@ -39,7 +40,7 @@ def told(operation, affects_memory):
 mirror = Mirror(device, on_unknown=told)
 def watch():
     device.on_read(mirror.on_read)
-    mirror.__enter__()
+    Gate(mirror).__enter__()
 if {mirrored}:
     watch()
 """

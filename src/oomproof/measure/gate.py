@@ -8,13 +8,15 @@ runs the others under the mirror. It also costs half of what a dispatch mode doe
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _get_current_function_mode_stack
 
+from oomproof.measure import surroundings
 from oomproof.measure.known import FLOATS, TINY
 from oomproof.measure.values import Mirror
 
@@ -28,6 +30,8 @@ _READS = frozenset(
 )  # fmt: skip
 #: Functions whose answer for floats that nobody knows is taken from their being finite.
 _FINITE = frozenset(("isfinite", "isnan", "isinf", "isposinf", "isneginf"))
+#: Comparisons of such floats with themselves or infinity: other ways to ask whether they are finite.
+_COMPARES = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"))
 #: Functions that never touch a value, and Python properties.
 _LOOKS = frozenset(
     (
@@ -40,12 +44,6 @@ _BY_MASK = frozenset(
     ("__getitem__", "__setitem__", "index_put", "index_put_", "masked_scatter", "masked_scatter_", "where")
 )
 _MOVES = frozenset(("to", "cuda", "type", "copy_"))
-#: Collectives move values inside C++, where no function mode sees them; ranks compare counts and lengths through them.
-_COLLECTIVES = (
-    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
-    "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter",
-    "reduce_scatter_tensor", "scatter", "scatter_object_list", "_verify_params_across_processes",
-)  # fmt: skip
 _DEPTH = 2  # lists of tensors, and lists of those
 
 
@@ -59,15 +57,34 @@ class Gate(TorchFunctionMode):  # type: ignore[misc] # torch has no types here
         self._names: dict[Any, str] = {}
 
     def __enter__(self) -> Gate:
-        _pause_in_compiled_code(self)
-        _cover_collectives(self._mirror)
+        surroundings.pause_in_compiled_code(self)
+        surroundings.cover_collectives(self._mirror)
+        surroundings.cover_recomputation(self)
         super().__enter__()
         return self
 
-    def leave(self) -> None:
-        """Take the gate off this thread if it is the innermost mode."""
-        if _get_current_function_mode() is self:
-            torch._C._pop_torch_function_stack()
+    def leave(self) -> bool:
+        """Take the gate off this thread if it is the innermost mode; return whether it was."""
+        if _get_current_function_mode() is not self:
+            return False
+        torch._C._pop_torch_function_stack()
+        return True
+
+    def put_back(self) -> None:
+        """Undo a ``leave`` that took the gate off."""
+        torch._C._push_on_torch_function_stack(self)
+
+    @contextlib.contextmanager
+    def on_this_thread(self) -> Iterator[None]:
+        """Have the gate among this thread's modes, putting it there if it is not."""
+        if any(mode is self for mode in _get_current_function_mode_stack()):
+            yield
+            return
+        self.put_back()
+        try:
+            yield
+        finally:
+            self.leave()
 
     def forget(self, tensors: Iterable[Any]) -> None:
         """Say that nobody knows any more what these tensors hold."""
@@ -101,8 +118,8 @@ class Gate(TorchFunctionMode):  # type: ignore[misc] # torch has no types here
         if known or name in _MOVES:
             return known or _crosses(name, args, kwargs)
         if name in _BY_MASK:
-            return any(_has_mask(value) for value in args[1:])
-        return name in ("ne", "__ne__", "eq", "__eq__") and len(args) > 1 and args[0] is args[1]
+            return any(_has_mask(value) for value in (args if name == "where" else args[1:]))
+        return name in _COMPARES and len(args) > 1 and (args[0] is args[1] or _is_infinite(args[1]))
 
     def _all_known(self, values: Any, depth: int) -> bool | None:
         """Return whether the values of all CUDA tensors among these are known; None when there are none."""
@@ -116,8 +133,9 @@ class Gate(TorchFunctionMode):  # type: ignore[misc] # torch has no types here
                 try:
                     if value.untyped_storage()._cdata not in self._entries:
                         return False
-                except (RuntimeError, NotImplementedError):  # sparse and other tensors have no storage
-                    return False
+                except (RuntimeError, NotImplementedError):  # no storage: sparse, or inside vmap, which the mirror sees
+                    if value.dtype in FLOATS:
+                        return False
                 found = True
             elif isinstance(value, (list, tuple)) and depth < _DEPTH:
                 inside = self._all_known(value, depth + 1)
@@ -125,6 +143,10 @@ class Gate(TorchFunctionMode):  # type: ignore[misc] # torch has no types here
                     return False
                 found = found or inside
         return found
+
+
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and math.isinf(value)
 
 
 def _writes(name: str) -> bool:
@@ -148,63 +170,3 @@ def _has_mask(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.is_cuda and value.dtype in (torch.bool, torch.uint8)
     return isinstance(value, (list, tuple)) and any(_has_mask(item) for item in value)
-
-
-def _cover_collectives(mirror: Mirror) -> None:
-    """Run torch.distributed's collectives under the mirror; they allocate nothing that it could change."""
-    from torch import distributed
-
-    if not distributed.is_available():
-        return
-    for name in _COLLECTIVES:
-        original = getattr(distributed, name, None)
-        if original is None:
-            continue
-        covered = _covered(original, mirror)
-        for module in (distributed, distributed.distributed_c10d):
-            if getattr(module, name, None) is original:
-                setattr(module, name, covered)
-    reducer = distributed.Reducer  # DDP's: ranks agree on its buckets by broadcasting their sizes
-    reducer._rebuild_buckets = _covered(reducer._rebuild_buckets, mirror)
-
-
-def _covered(original: Any, mirror: Mirror) -> Any:
-    @functools.wraps(original, updated=())
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with mirror.on_this_thread():
-            return original(*args, **kwargs)
-
-    return call
-
-
-def _pause_in_compiled_code(gate: Gate) -> None:
-    """Take the gate off while compiled functions run: dynamo would trace it into them."""
-    original = torch.compile
-
-    @functools.wraps(original)
-    def compile_(*args: Any, **kwargs: Any) -> Any:
-        _pause_in_contexts(gate)  # not before: importing dynamo takes a second
-        return original(*args, **kwargs)
-
-    torch.compile = compile_
-
-
-def _pause_in_contexts(gate: Gate) -> None:
-    from torch._dynamo.eval_frame import OptimizeContext
-
-    made = OptimizeContext.__init__
-    if hasattr(made, "__wrapped__"):
-        return
-
-    @functools.wraps(made)
-    def make(self: Any, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        self.enter_exit_hooks.append(pause)
-
-    def pause() -> Any:
-        if _get_current_function_mode() is not gate:
-            return lambda: None
-        torch._C._pop_torch_function_stack()
-        return lambda: torch._C._push_on_torch_function_stack(gate)
-
-    OptimizeContext.__init__ = make

@@ -1,4 +1,4 @@
-"""Parts of PyTorch that a dispatch mode would disturb, and what keeps them as they are.
+"""Parts of PyTorch where the gate and the mirror must be there, or must not be.
 
 Each function names the versions that need it.
 """
@@ -6,29 +6,26 @@ Each function names the versions that need it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+#: Collectives move values inside C++, where no function mode sees them; ranks compare counts and lengths through them.
+_COLLECTIVES = (
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
+    "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter",
+    "reduce_scatter_tensor", "scatter", "scatter_object_list", "_verify_params_across_processes",
+)  # fmt: skip
 
 
-def cover_recomputation(mirror: Any) -> None:
+def cover_recomputation(gate: Any) -> None:
     """Have checkpointed functions see the same values when backward runs them again, on autograd's thread."""
     from torch.utils import checkpoint
-
-    def covered(function: Any) -> Any:
-        @functools.wraps(function, updated=())
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with mirror.on_this_thread():
-                return function(*args, **kwargs)
-
-        return run
 
     forward = checkpoint.CheckpointFunction.forward
 
     def reentrant(ctx: Any, run_function: Any, preserve_rng_state: Any, *args: Any) -> Any:
-        return forward(ctx, covered(run_function), preserve_rng_state, *args)
+        return forward(ctx, _covered(run_function, gate), preserve_rng_state, *args)
 
     checkpoint.CheckpointFunction.forward = staticmethod(reentrant)
     for name in (
@@ -37,37 +34,15 @@ def cover_recomputation(mirror: Any) -> None:
     ):
         generator = getattr(checkpoint, name, None)  # the second from 2.14 on; the first calls it there
         if generator is not None:
-            setattr(checkpoint, name, _covering(generator, covered))
+            setattr(checkpoint, name, _covering(generator, gate))
 
 
-def _covering(generator: Any, covered: Any) -> Any:
+def _covering(generator: Any, gate: Any) -> Any:
     @functools.wraps(generator)
     def call(fn: Any, *args: Any, **kwargs: Any) -> Any:
-        return generator(covered(fn), *args, **kwargs)
+        return generator(_covered(fn, gate), *args, **kwargs)
 
     return call
-
-
-def never_compile(modules: Iterable[Any]) -> None:
-    """Keep dynamo from compiling the functions of these modules, which run in the middle of the script's own."""
-    from torch._C._dynamo import eval_frame
-
-    if hasattr(eval_frame, "set_code_exec_strategy"):  # 2.7
-        action = eval_frame._FrameAction
-        skip = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
-
-        def never(code: Any) -> None:
-            eval_frame.set_code_exec_strategy(code, skip)
-    else:
-        never = eval_frame.skip_code  # type: ignore[attr-defined]
-    for module in modules:
-        for thing in list(vars(module).values()):
-            if getattr(thing, "__module__", None) != module.__name__:
-                continue
-            for member in (thing, *vars(thing).values()) if isinstance(thing, type) else (thing,):
-                code = getattr(getattr(member, "__func__", member), "__code__", None)
-                if code is not None:
-                    never(code)
 
 
 def pass_higher_order_operators(mode: type) -> None:
@@ -85,25 +60,46 @@ def _pass_through(operator: Any, mode: Any, *args: Any, **kwargs: Any) -> Any:
     return operator(*args, **kwargs)
 
 
-def step_aside_for_compiled_code(mirror: Any) -> None:
-    """Leave the mirror out of compiled functions, with a torch that has no ``ignore_compile_internals``.
+def cover_collectives(mirror: Any) -> None:
+    """Run torch.distributed's collectives under the mirror; they allocate nothing that it could change."""
+    from torch import distributed
 
-    There (seen with 2.6) guards are made without the mode and checked with it, so that each call compiles anew, until
-    dynamo gives up and runs the function uncompiled.
-    """
-    if hasattr(TorchDispatchMode, "ignore_compile_internals"):
+    if not distributed.is_available():
         return
+    for name in _COLLECTIVES:
+        original = getattr(distributed, name, None)
+        if original is None:
+            continue
+        covered = _covered(original, mirror)
+        for module in (distributed, distributed.distributed_c10d):
+            if getattr(module, name, None) is original:
+                setattr(module, name, covered)
+    reducer = distributed.Reducer  # DDP's: ranks agree on its buckets by broadcasting their sizes
+    reducer._rebuild_buckets = _covered(reducer._rebuild_buckets, mirror)
+
+
+def _covered(original: Any, mode: Any) -> Any:
+    @functools.wraps(original, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with mode.on_this_thread():
+            return original(*args, **kwargs)
+
+    return call
+
+
+def pause_in_compiled_code(gate: Any) -> None:
+    """Take the gate off while compiled functions run: dynamo would trace it into them."""
     original = torch.compile
 
     @functools.wraps(original)
     def compile_(*args: Any, **kwargs: Any) -> Any:
-        _pause_in_contexts(mirror)  # not before: importing dynamo takes a second
+        _pause_in_contexts(gate)  # not before: importing dynamo takes a second
         return original(*args, **kwargs)
 
     torch.compile = compile_
 
 
-def _pause_in_contexts(mirror: Any) -> None:
+def _pause_in_contexts(gate: Any) -> None:
     from torch._dynamo.eval_frame import OptimizeContext
 
     made = OptimizeContext.__init__
@@ -116,7 +112,10 @@ def _pause_in_contexts(mirror: Any) -> None:
         self.enter_exit_hooks.append(pause)
 
     def pause() -> Any:
-        mirror.pause()
-        return mirror.resume
+        return gate.put_back if gate.leave() else _nothing
 
     OptimizeContext.__init__ = make
+
+
+def _nothing() -> None:
+    """Undo nothing."""

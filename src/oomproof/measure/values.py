@@ -16,14 +16,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from oomproof.measure import answers, compute, known, operators, surroundings
+from oomproof.measure import surroundings
 from oomproof.measure.answers import CHECKED, MASKED, MaskedBackward, affects_memory, expected_reads
 from oomproof.measure.compute import Bare, Computer
 from oomproof.measure.known import FLOATS, PLAIN, TINY, Known, is_ours, tensors_in
@@ -38,14 +37,12 @@ SCALAR_BYTES = 8
 
 
 class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
-    """Know the small values of a script on the phantom; enter it as a context manager.
+    """Know the small values of a script on the phantom; ``gate.Gate`` has it on for the calls that need it.
 
     ``limit_bytes`` is the largest integer or boolean tensor that is computed; the driver should keep copies of that
     size. ``on_unknown(operation, affects_memory)`` is called at each read of a number that nobody knows.
     """
 
-    # Compiled code is compiled as without the mirror: 2.9 and later ask ignore_compile_internals, earlier ones
-    # is_infra_mode. Without _should_skip_dynamo each operator would pay for a wrapper; see surroundings.py.
     supports_higher_order_operators = True
 
     def __init__(self, device: Device, *, limit_bytes: int = 1 << 20, on_unknown: OnUnknown) -> None:
@@ -56,34 +53,13 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         self.known = Known()
         self._entries = self.known.entries
         self._plans: dict[int, Plan] = {}
-        self._paused = threading.local()
         self._masks = MaskedBackward()
-        self._covers = False
         self._computer = Computer(device, self.known, limit_bytes)
-        surroundings.never_compile((sys.modules[__name__], answers, compute, known, operators))
         surroundings.pass_higher_order_operators(Mirror)
-
-    def __enter__(self) -> Mirror:
-        if not self._covers:
-            self._covers = True
-            surroundings.cover_recomputation(self)
-            surroundings.step_aside_for_compiled_code(self)
-        super().__enter__()
-        return self
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Tell torch.compile before 2.9 to compile although a mode is active."""
-        return True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Tell torch.compile from 2.9 on to compile although a mode is active."""
-        return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False
+        return False  # else torch wraps each call, which costs time and hides from on_read which operator is reading
 
     # ---- after each operator ---------------------------------------------------------------------------------
 
@@ -235,24 +211,6 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
             ctypes.memmove(address, data, len(data))
 
     # ---- threads ---------------------------------------------------------------------------------------------------
-
-    def pause(self) -> None:
-        """Take the mirror off this thread's modes, if it is the topmost; pair with ``resume``.
-
-        A backward pass needs this: with any dispatch mode, even one that does nothing, autograd copies some gradients
-        that it would otherwise pass on, and the allocator's figures may change.
-        """
-        stack = self._paused.__dict__.setdefault("stack", [])
-        on_top = _get_current_dispatch_mode() is self
-        if on_top:
-            torch._C._pop_torch_dispatch_stack(None)
-        stack.append(on_top)
-
-    def resume(self) -> None:
-        """Undo the last ``pause`` of this thread."""
-        stack = self._paused.__dict__.get("stack")
-        if stack and stack.pop():
-            torch._C._push_on_torch_dispatch_stack(self)
 
     @contextlib.contextmanager
     def on_this_thread(self) -> Iterator[None]:

@@ -31,7 +31,7 @@ _READS = frozenset(
 #: Functions whose answer for floats that nobody knows is taken from their being finite.
 _FINITE = frozenset(("isfinite", "isnan", "isinf", "isposinf", "isneginf"))
 #: Comparisons of such floats with themselves or infinity: other ways to ask whether they are finite.
-_COMPARES = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"))
+_COMPARING = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"))
 #: Functions that never touch a value, and Python properties.
 _LOOKS = frozenset(
     (
@@ -40,10 +40,14 @@ _LOOKS = frozenset(
         "untyped_storage", "requires_grad_", "register_hook", "backward", "retain_grad", "record_stream",
     )
 )  # fmt: skip
-_BY_MASK = frozenset(
+_MASKABLE = frozenset(
     ("__getitem__", "__setitem__", "index_put", "index_put_", "masked_scatter", "masked_scatter_", "where")
 )
-_MOVES = frozenset(("to", "cuda", "type", "copy_"))
+_MOVING = frozenset(("to", "cuda", "type", "copy_"))
+
+#: What a function can have to do with known numbers.
+_BARE, _ALWAYS, _COMPUTES, _WRITES, _MOVES, _BY_MASK, _COMPARES = range(7)
+_COMMON = (_COMPUTES, _WRITES)
 _DEPTH = 2  # lists of tensors, and lists of those
 
 
@@ -54,12 +58,13 @@ class Gate(TorchFunctionMode):  # type: ignore[misc] # torch has no types here
         super().__init__()
         self._mirror = mirror
         self._entries = mirror.known.entries
-        self._names: dict[Any, str] = {}
+        self._kinds: dict[Any, int] = {}
 
     def __enter__(self) -> Gate:
         surroundings.pause_in_compiled_code(self)
         surroundings.cover_collectives(self._mirror)
         surroundings.cover_recomputation(self)
+        surroundings.leave_out_of_parameter_loops(self)
         super().__enter__()
         return self
 
@@ -94,32 +99,44 @@ class Gate(TorchFunctionMode):  # type: ignore[misc] # torch has no types here
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``, under the mirror where its numbers can be known."""
-        name = self._names.get(func)
-        if name is None:
-            name = self._names[func] = getattr(func, "__name__", "")
-        if name not in _LOOKS:
-            if self._concerns(name, args, kwargs):
-                with self._mirror.on_this_thread():
-                    return func(*args, **kwargs) if kwargs else func(*args)
-            if args and _writes(name):
-                first = args[0]
-                self.forget(first if isinstance(first, (list, tuple)) else (first,))
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _kind(getattr(func, "__name__", ""))
+        if kind == _BARE:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if kind in _COMMON:
+            first = args[0] if args else None
+            bare = (
+                isinstance(first, torch.Tensor)
+                and first.is_cuda
+                and (first.requires_grad or (first.is_floating_point() and first.numel() > TINY))
+            )
+        else:
+            bare = False
+        if not bare and self._concerns(kind, func, args, kwargs):
+            with self._mirror.on_this_thread():
+                return func(*args, **kwargs) if kwargs else func(*args)
+        if kind >= _WRITES and args and func.__name__[-1:] == "_" and _writes(func.__name__):
+            first = args[0]
+            self.forget(first if isinstance(first, (list, tuple)) else (first,))
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def _concerns(self, name: str, args: Any, kwargs: Any) -> bool:
-        if name in _READS or name in _FINITE or name.startswith(("_amp_", "new_")) or name.endswith("_like"):
-            return True  # new_* and *_like look at a tensor's shape only: their results are known
+    def _concerns(self, kind: int, func: Any, args: Any, kwargs: Any) -> bool:
+        if kind == _ALWAYS:
+            return True
         known = self._all_known(args, 0)
         if kwargs and known is not False:
             inside = self._all_known(kwargs.values(), 0)
             known = inside if inside is False or known is None else known
         if known is None:  # no CUDA tensor goes in: does one come out?
-            return name in _MOVES or (kwargs is not None and kwargs.get("device") is not None)
-        if known or name in _MOVES:
-            return known or _crosses(name, args, kwargs)
-        if name in _BY_MASK:
-            return any(_has_mask(value) for value in (args if name == "where" else args[1:]))
-        return name in _COMPARES and len(args) > 1 and (args[0] is args[1] or _is_infinite(args[1]))
+            return kind == _MOVES or (kwargs is not None and kwargs.get("device") is not None)
+        if known:
+            return True
+        if kind == _MOVES:
+            return _crosses(func.__name__, args, kwargs)
+        if kind == _BY_MASK:
+            return any(_has_mask(value) for value in (args if func.__name__ == "where" else args[1:]))
+        return kind == _COMPARES and len(args) > 1 and (args[0] is args[1] or _is_infinite(args[1]))
 
     def _all_known(self, values: Any, depth: int) -> bool | None:
         """Return whether the values of all CUDA tensors among these are known; None when there are none."""
@@ -128,8 +145,8 @@ class Gate(TorchFunctionMode):  # type: ignore[misc] # torch has no types here
             if isinstance(value, torch.Tensor):
                 if not value.is_cuda:
                     continue
-                if value.dtype in FLOATS and value.numel() > TINY:
-                    return False
+                if value.dtype in FLOATS and (value.numel() > TINY or value.requires_grad):
+                    return False  # what learns steers nothing
                 try:
                     if value.untyped_storage()._cdata not in self._entries:
                         return False
@@ -149,10 +166,22 @@ def _is_infinite(value: Any) -> bool:
     return isinstance(value, float) and math.isinf(value)
 
 
+def _kind(name: str) -> int:
+    """Return what functions of this name are to the gate."""
+    if name in _LOOKS:
+        return _BARE
+    if name in _READS or name in _FINITE or name.startswith(("_amp_", "new_")) or name.endswith("_like"):
+        return _ALWAYS  # new_* and *_like look at a tensor's shape only: their results are known
+    for names, kind in ((_MOVING, _MOVES), (_MASKABLE, _BY_MASK), (_COMPARING, _COMPARES)):
+        if name in names:
+            return kind
+    return _WRITES if _writes(name) else _COMPUTES
+
+
 def _writes(name: str) -> bool:
     """Return whether a function of this name writes into its first argument."""
     if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
+        return name.startswith("__i") or name == "__setitem__"
     return name.endswith("_")
 
 

@@ -31,6 +31,7 @@ class Hooks:
         self.local = threading.local()  # .stack: the modules this thread is in; DataParallel calls them from several
         self.in_backward = False
         self.in_optimizer = 0
+        self.left_gate = False
         self.active = True
         self.names: dict[int, str] = {}
         self.reached: dict[str, Any] = {}
@@ -208,6 +209,9 @@ class Hooks:
                 self.observer.label("parameter", self._addresses(parameters))
                 self.observer.reads.written(parameters)
         self.in_optimizer += 1
+        closure = any(callable(value) for value in (*args[1:], *kwargs.values()))  # it runs the whole model
+        if not closure and not self.left_gate:
+            self.left_gate = self.observer.reads.leave_for_step()
         self.hooked_optimizer = True
         self.phase = "optimizer"
         self.observer.mark("optimizer", None)
@@ -223,6 +227,7 @@ class Hooks:
         self.in_optimizer = max(0, self.in_optimizer - 1)
         if self.in_optimizer:
             return  # a wrapper around another optimizer
+        self.leave_optimizer()
         state = getattr(optimizer, "state", None)
         if hasattr(state, "values"):
             self.observer.label("optimizer_state", self._addresses(state))
@@ -232,6 +237,13 @@ class Hooks:
         expected = set(self.last_cycle) if self.last_cycle else set(self.built)
         if expected <= set(self.cycle):
             self._step_done()
+
+    def leave_optimizer(self) -> None:
+        """Note that no optimizer is stepping: after its step, or when an out-of-memory error ends it."""
+        self.in_optimizer = 0
+        if self.left_gate:
+            self.left_gate = False
+            self.observer.reads.come_back()
 
     def _step_done(self) -> None:
         self.last_cycle, self.cycle = self.cycle, []

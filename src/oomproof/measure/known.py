@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 #: More elements of floating point than this are never computed beside the phantom.
-TINY = 1024
+TINY = 4096  # a float mask of 64 x 64
 
 FLOATS = frozenset(
     dtype for dtype in vars(torch).values()

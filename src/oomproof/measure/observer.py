@@ -27,6 +27,9 @@ from oomproof.phantom.device import Device
 #: Allocator events kept between two readings of the trace; each costs about 200 bytes of host memory.
 TRACE_ENTRIES = 2_000_000
 
+#: Python stacks are a quarter of what observing costs; a steady run peaks first in one of these steps.
+STEPS_WITH_STACKS = 2
+
 LABEL_OF_EVENT = {
     phantom_device.EVENT_WORKSPACE: "workspace",
     phantom_device.EVENT_COMMUNICATION: "communication",
@@ -92,7 +95,8 @@ class Observer:
             return
         record = self.hooks.originals.get("record_history", self.torch.cuda.memory._record_memory_history)
         if on:
-            record(enabled="all", context="alloc", stacks="python", max_entries=TRACE_ENTRIES)
+            context = "alloc" if self.step <= STEPS_WITH_STACKS else None
+            record(enabled="all", context=context, stacks="python", max_entries=TRACE_ENTRIES)
         else:
             record(enabled=None)
         self.recording = on
@@ -142,6 +146,8 @@ class Observer:
             self.stop("steps-reached")
         self.step += 1
         self.step_started = time.perf_counter()
+        if self.recording and self.step == STEPS_WITH_STACKS + 1:
+            self._record(True)  # goes on with the same trace
         if self.recording and self.counters.events_since_read() > TRACE_ENTRIES * 0.6:
             self._read_trace(more=True)
 

@@ -43,6 +43,15 @@ class ValueReads:
         if self._gate:
             self._gate.leave()
 
+    def leave_for_step(self) -> bool:
+        """Take the gate off for an optimizer's step, which goes through all parameters; True when it was on."""
+        return self._gate is not None and self._gate.leave()
+
+    def come_back(self) -> None:
+        """Undo a ``leave_for_step`` that returned True."""
+        if self._gate:
+            self._gate.put_back()
+
     def written(self, tensors: Iterable[Any]) -> None:
         """Say that these no longer hold what was copied to them: an optimizer steps on them."""
         if self._gate:

@@ -87,6 +87,30 @@ def _covered(original: Any, mode: Any) -> Any:
     return call
 
 
+def leave_out_of_parameter_loops(gate: Any) -> None:
+    """Take the gate off where PyTorch itself goes through all parameters: each p.grad would cost a call of it."""
+    for owner, name in (
+        (torch.optim.Optimizer, "zero_grad"),
+        (torch.nn.Module, "zero_grad"),
+        (torch.nn.utils, "clip_grad_norm_"),
+        (torch.nn.utils.clip_grad, "clip_grad_norm_"),
+    ):
+        setattr(owner, name, _without(getattr(owner, name), gate))
+
+
+def _without(original: Any, gate: Any) -> Any:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not gate.leave():
+            return original(*args, **kwargs)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            gate.put_back()
+
+    return call
+
+
 def pause_in_compiled_code(gate: Any) -> None:
     """Take the gate off while compiled functions run: dynamo would trace it into them."""
     original = torch.compile

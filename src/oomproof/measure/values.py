@@ -5,7 +5,7 @@ would take the wrong branch. ``Mirror`` runs every operator as it is and then, w
 result is small, computes it on the CPU and writes it into the device memory of the operator's own result. It never
 allocates device memory and never keeps a tensor, so no figure of the allocator changes.
 
-What is computed: integers and booleans up to a limit, floating point up to 1,024 elements. A float that a kernel
+What is computed: integers and booleans up to a limit, floating point up to 4,096 elements. A float that a kernel
 would have computed is taken to be finite. Numbers that stay unknown read as zero, and each such read is told.
 
 Torch 2.4 to 2.14; the parts that differ by version name it.

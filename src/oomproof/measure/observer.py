@@ -201,6 +201,7 @@ class Observer:
             self._note_oom(
                 f"CUDA out of memory. Tried to allocate {size / 2**30:.2f} GiB on GPU {device}; {free}.", size
             )
+        self.hooks.leave_optimizer()
 
     def _note_oom(self, message: str, size: int | None) -> None:
         self.oom = {

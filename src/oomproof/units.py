@@ -6,6 +6,7 @@ Memory is an ``int`` of bytes everywhere in code and JSON; people see binary uni
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 KIB = 2**10
 MIB = 2**20
@@ -34,20 +35,20 @@ def parse_size(text: str) -> int:
     if match is None or factor is None:
         raise ValueError(f"{text!r} is not a size; write it like 20GiB, 512MiB or 21474836480")
     try:
-        size = int(float(match[1].replace("_", "")) * factor)
-    except ValueError:
+        size = int(Fraction(match[1].replace("_", "")) * factor)
+    except ValueError:  # 1.2.3
         raise ValueError(f"{text!r} is not a size; write it like 20GiB, 512MiB or 21474836480") from None
-    if size <= 0:
-        raise ValueError(f"{text!r} is not above zero; write a size like 20GiB")
+    if not 0 < size < 2**63:
+        raise ValueError(f"{text[:40]!r} is no size that a GPU can have; write one like 20GiB")
     return size
 
 
 def format_bytes(size_bytes: int) -> str:
     """Return ``size_bytes`` for a person: ``61.24 GiB``, ``8.1 MiB``, ``512 B``; negative sizes keep their sign."""
     magnitude = abs(size_bytes)
-    if magnitude >= GIB:
+    if magnitude >= GIB - 0.05 * MIB:  # what would round to 1,024.0 of the smaller unit
         return f"{size_bytes / GIB:,.2f} GiB"
-    if magnitude >= MIB:
+    if magnitude >= MIB - 0.05 * KIB:
         return f"{size_bytes / MIB:,.1f} MiB"
     if magnitude >= KIB:
         return f"{size_bytes / KIB:,.1f} KiB"
@@ -56,11 +57,11 @@ def format_bytes(size_bytes: int) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Return a duration for a person: ``840 µs``, ``23 ms``, ``4.1 s``, ``12 min 5 s``, ``3 h 2 min``."""
-    if seconds < 1e-3:
+    if seconds < 0.9995e-3:
         return f"{seconds * 1e6:.0f} µs"
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1e3:.0f} ms"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

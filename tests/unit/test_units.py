@@ -105,3 +105,25 @@ def test_what_is_shown_can_be_read(size_bytes: int) -> None:
 def test_a_duration_is_shown(seconds: float, text: str) -> None:
     """Durations are shown in the one or two largest units that say enough."""
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (format_bytes(2**30 - 512), "1.00 GiB"),
+        (format_bytes(2**20 - 1), "1.0 MiB"),
+        (format_bytes(1023), "1023 B"),
+        (format_seconds(0.9999), "1.0 s"),
+        (format_seconds(59.97), "1 min 0 s"),
+        (format_seconds(0.00099999), "1 ms"),
+    ],
+)
+def test_rounding_never_shows_a_full_unit_of_the_next(shown: str, expected: str) -> None:
+    """1,024.0 MiB, 1000 ms and 60.0 s do not exist."""
+    assert shown == expected
+
+
+def test_an_absurd_size_is_refused() -> None:
+    """Digits without end are a typing error, not a GPU."""
+    with pytest.raises(ValueError, match="no size that a GPU can have"):
+        parse_size("9" * 400 + "GiB")

@@ -38,8 +38,10 @@ def parse_size(text: str) -> int:
         size = int(Fraction(match[1].replace("_", "")) * factor)
     except ValueError:  # 1.2.3
         raise ValueError(f"{text!r} is not a size; write it like 20GiB, 512MiB or 21474836480") from None
-    if not 0 < size < 2**63:
-        raise ValueError(f"{text[:40]!r} is no size that a GPU can have; write one like 20GiB")
+    if size <= 0:
+        raise ValueError(f"{text!r} is not above zero; write a size like 20GiB")
+    if size >= 2**63:
+        raise ValueError("the number is too large; write a size like 20GiB")
     return size
 
 

@@ -72,10 +72,7 @@ def _rate(raw: object) -> int:
 
 
 def _parsed(text: str) -> int:
-    try:
-        size = parse_size(text)
-    except OverflowError:
-        size = _LIMIT
+    size = parse_size(text)
     if size >= _LIMIT:
         raise ValueError("the number is too large; write a size like 20GiB")
     return size

@@ -149,7 +149,7 @@ def main() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        print(f"step {step}: loss {loss.item():.4f}, {time.perf_counter() - started:.2f} s", flush=True)
+        print(f"step {step}: loss {loss.item():.4f}, {time.perf_counter() - started:.3f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ PROTOTYPE_HEADERS = {
 }
 
 SOURCES = {stem: stem.removeprefix("lib") + ".c" for stem in STEMS} | {"libnvidia-ml": "nvml.c"}
+DEVICE_SOURCES = ("device.c", "memory.c", "values.c")
 VERSION_MACROS = {
     "OOM_CUBLAS_VERSION": (
         "cublas_api.h",
@@ -119,7 +120,7 @@ def _compile_all(torch: Path, scratch: Path) -> dict[str, object]:
             *FLAGS,
             "-shared",
             f"-Wl,-soname,{DEVICE_LIBRARY}",
-            str(DRIVER / "device.c"),
+            *(str(DRIVER / name) for name in DEVICE_SOURCES),
             "-o",
             str(device),
             "-lpthread",

@@ -1,0 +1,292 @@
+/* Where device memory lies, and pinned host memory. */
+#define _GNU_SOURCE
+#include "internal.h"
+
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#define MIB ((size_t)1 << 20)
+#define PAGE_GRANULARITY (2 * MIB) /* the driver maps device memory in 2 MiB pages */
+#define CHUNK (32 * MIB)           /* Linux: address space comes in multiples of this (recorded snapshots) */
+
+/* ---- addresses -------------------------------------------------------------------------------------------------------- */
+
+/* Device memory is address space inside one arena. On Linux the driver hands out chunks of a multiple of 32 MiB, each
+ * new one at the highest gap that fits; a segment goes to the newest chunk with a hole that fits, there to the smallest
+ * such hole (ties: the lowest address), else to a new chunk; a chunk whose segments are all freed goes back. PyTorch's best fit
+ * breaks ties by address, so this order decides which block it takes next. With `rising` (WSL2) a segment goes to the
+ * lowest gap that fits, without chunks. */
+struct segment {
+    struct segment *next; /* in rising address order within the chunk */
+    char *start;
+    size_t size; /* address space taken; a multiple of 2 MiB */
+    size_t asked;
+};
+
+struct chunk {
+    struct chunk *next; /* falling addresses */
+    char *start;
+    size_t size;
+    int physical;
+    uint64_t number; /* in the order in which chunks were made */
+    struct segment *segments;
+};
+
+static char *arena, *arena_end;
+int oom_arena_writable;
+static struct chunk *chunks;
+static uint64_t chunks_made;
+
+static int ensure_arena(void) {
+    if (arena) return 0;
+    for (size_t size = (size_t)32 << 40; size >= (size_t)1 << 30; size /= 2) {
+        int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+        void *map = mmap(NULL, size, PROT_READ | PROT_WRITE, flags, -1, 0);
+        oom_arena_writable = map != MAP_FAILED;
+        if (!oom_arena_writable) map = mmap(NULL, size, PROT_NONE, flags, -1, 0); /* overcommit forbidden: no values */
+        if (map == MAP_FAILED) continue;
+        madvise(map, size, MADV_NOHUGEPAGE); /* a kept value costs 4 KiB of host memory, not 2 MiB */
+        madvise(map, size, MADV_DONTDUMP);
+        arena = (char *)oom_round_up((size_t)map, CHUNK);
+        arena_end = (char *)((size_t)((char *)map + size) / CHUNK * CHUNK);
+        return 0;
+    }
+    return -1;
+}
+
+static struct segment *put(struct segment **link, char *start, size_t size, size_t asked) {
+    struct segment *made = malloc(sizeof *made);
+    if (!made) return NULL;
+    *made = (struct segment){*link, start, size, asked};
+    *link = made;
+    return made;
+}
+
+/* In the newest of the device's chunks that has room: the smallest hole that fits, the lowest address among equals.
+ * Newest first is what published snapshots show: docs/accuracy.md. */
+static struct segment *place_in_hole(int physical, size_t size, size_t asked) {
+    struct segment **best_link = NULL;
+    char *best_start = NULL;
+    size_t best_size = 0;
+    uint64_t best_number = 0;
+    for (struct chunk *chunk = chunks; chunk; chunk = chunk->next) {
+        if (chunk->physical != physical || chunk->number < best_number) continue;
+        char *cursor = chunk->start;
+        for (struct segment **link = &chunk->segments;; link = &(*link)->next) {
+            char *until = *link ? (*link)->start : chunk->start + chunk->size;
+            size_t hole = (size_t)(until - cursor);
+            if (hole >= size && (chunk->number > best_number || hole < best_size)) {
+                best_link = link;
+                best_start = cursor;
+                best_size = hole;
+                best_number = chunk->number;
+            }
+            if (!*link) break;
+            cursor = (*link)->start + (*link)->size;
+        }
+    }
+    return best_link ? put(best_link, best_start, size, asked) : NULL;
+}
+
+/* A new chunk at the highest (or, rising, the lowest) gap between chunks that fits. */
+static struct chunk *new_chunk(int physical, size_t size) {
+    struct chunk **where = NULL;
+    char *start = NULL, *upper = arena_end;
+    for (struct chunk **link = &chunks;; link = &(*link)->next) {
+        char *lower = *link ? (*link)->start + (*link)->size : arena;
+        if ((size_t)(upper - lower) >= size) {
+            where = link;
+            start = oom_rising ? lower : upper - size;
+            if (!oom_rising) break;
+        }
+        if (!*link) break;
+        upper = (*link)->start;
+    }
+    struct chunk *made = where ? malloc(sizeof *made) : NULL;
+    if (!made) return NULL;
+    *made = (struct chunk){*where, start, size, physical, ++chunks_made, NULL};
+    *where = made;
+    return made;
+}
+
+static void *place(int physical, size_t size) {
+    if (ensure_arena() != 0) return NULL;
+    size_t taken = oom_round_up(size ? size : 1, PAGE_GRANULARITY);
+    struct segment *segment = oom_rising ? NULL : place_in_hole(physical, taken, size);
+    if (!segment) {
+        struct chunk *chunk = new_chunk(physical, oom_rising ? taken : oom_round_up(taken, CHUNK));
+        segment = chunk ? put(&chunk->segments, chunk->start, taken, size) : NULL;
+    }
+    return segment ? segment->start : NULL;
+}
+
+static struct segment *find(const void *pointer, struct chunk **in_chunk) {
+    const char *address = pointer;
+    for (struct chunk *chunk = chunks; chunk; chunk = chunk->next) {
+        if (address < chunk->start || address >= chunk->start + chunk->size) continue;
+        for (struct segment *segment = chunk->segments; segment; segment = segment->next) {
+            if (address >= segment->start && address < segment->start + segment->size) {
+                if (in_chunk) *in_chunk = chunk;
+                return segment;
+            }
+        }
+    }
+    return NULL;
+}
+
+static void forget(char *start, size_t size) {
+    if (oom_arena_writable) madvise(start, size, MADV_DONTNEED);
+}
+
+static void unplace(struct chunk *chunk, struct segment *segment) {
+    struct segment **link = &chunk->segments;
+    while (*link != segment) link = &(*link)->next;
+    *link = segment->next;
+    forget(segment->start, segment->size);
+    free(segment);
+    if (chunk->segments) return;
+    struct chunk **at = &chunks;
+    while (*at != chunk) at = &(*at)->next;
+    *at = chunk->next;
+    free(chunk);
+}
+
+void *oom_alloc(int device, size_t size) {
+    int physical = oom_physical_index(device);
+    if (physical < 0) return NULL;
+    size_t taken = oom_round_up(size ? size : 1, PAGE_GRANULARITY);
+    void *pointer = NULL;
+    pthread_mutex_lock(&oom_lock);
+    oom_ensure_context_locked(physical);
+    if (taken >= size && oom_charge_locked(physical, taken) == 0) {
+        pointer = place(physical, size);
+        if (!pointer) oom_discharge_locked(physical, taken);
+    }
+    pthread_mutex_unlock(&oom_lock);
+    return pointer;
+}
+
+int oom_free(void *pointer, size_t *size) {
+    pthread_mutex_lock(&oom_lock);
+    struct chunk *chunk = NULL;
+    struct segment *segment = find(pointer, &chunk);
+    int found = segment && segment->start == (char *)pointer;
+    if (found) {
+        if (size) *size = segment->asked;
+        oom_discharge_locked(chunk->physical, segment->size);
+        unplace(chunk, segment);
+    }
+    pthread_mutex_unlock(&oom_lock);
+    return found ? 0 : -1;
+}
+
+/* Address space that is not memory yet: for cuMemAddressReserve and for opened IPC handles. */
+void *oom_reserve_addresses(size_t size, size_t alignment) {
+    if (alignment < PAGE_GRANULARITY) alignment = PAGE_GRANULARITY;
+    void *pointer = NULL;
+    pthread_mutex_lock(&oom_lock);
+    if (ensure_arena() == 0) {
+        size_t taken = oom_round_up(oom_round_up(size, PAGE_GRANULARITY), alignment > CHUNK ? alignment : CHUNK);
+        struct chunk *chunk = new_chunk(-1, taken);
+        if (chunk && put(&chunk->segments, chunk->start, taken, size)) pointer = chunk->start;
+    }
+    pthread_mutex_unlock(&oom_lock);
+    return pointer;
+}
+
+void oom_release_addresses(void *pointer, size_t size) {
+    (void)size;
+    pthread_mutex_lock(&oom_lock);
+    struct chunk *chunk = NULL;
+    struct segment *segment = find(pointer, &chunk);
+    if (segment) unplace(chunk, segment);
+    pthread_mutex_unlock(&oom_lock);
+}
+
+int oom_is_device_address(const void *pointer) {
+    return arena && (const char *)pointer >= arena && (const char *)pointer < arena_end;
+}
+
+int oom_find_allocation(const void *pointer, void **base, size_t *size, int *device) {
+    if (!oom_is_device_address(pointer)) return -1;
+    pthread_mutex_lock(&oom_lock);
+    struct chunk *chunk = NULL;
+    struct segment *segment = find(pointer, &chunk);
+    if (segment) {
+        *base = segment->start;
+        *size = segment->asked;
+        *device = 0;
+        for (int i = 0; i < oom_device_count(); i++)
+            if (oom_physical_index(i) == chunk->physical) *device = i;
+    }
+    pthread_mutex_unlock(&oom_lock);
+    return segment ? 0 : -1;
+}
+
+/* ---- pinned host memory ---------------------------------------------------------------------------------------------- */
+
+struct host_block {
+    struct host_block *next;
+    char *start;
+    size_t size;
+    int mapped; /* ours to unmap */
+};
+
+static struct host_block *host_blocks;
+static uint64_t host_used, host_peak;
+
+static int host_add(void *start, size_t size, int mapped) {
+    struct host_block *block = malloc(sizeof *block);
+    if (!block) return -1;
+    pthread_mutex_lock(&oom_lock);
+    *block = (struct host_block){host_blocks, start, size, mapped};
+    host_blocks = block;
+    host_used += size;
+    if (host_used > host_peak) host_peak = host_used;
+    pthread_mutex_unlock(&oom_lock);
+    return 0;
+}
+
+static int host_remove(void *pointer) {
+    pthread_mutex_lock(&oom_lock);
+    struct host_block **link = &host_blocks;
+    while (*link && (*link)->start != (char *)pointer) link = &(*link)->next;
+    struct host_block *block = *link;
+    if (block) {
+        *link = block->next;
+        host_used -= block->size;
+    }
+    pthread_mutex_unlock(&oom_lock);
+    if (!block) return -1;
+    if (block->mapped) munmap(block->start, block->size);
+    free(block);
+    return 0;
+}
+
+/* Pages come when they are touched, so a large staging buffer costs the host nothing. */
+void *oom_host_alloc(size_t size) {
+    size_t taken = oom_round_up(size ? size : 1, 4096);
+    void *map = mmap(NULL, taken, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (map == MAP_FAILED) return NULL;
+    if (host_add(map, taken, 1) == 0) return map;
+    munmap(map, taken);
+    return NULL;
+}
+
+int oom_host_free(void *pointer) { return host_remove(pointer); }
+int oom_host_register(void *pointer, size_t size) { return host_add(pointer, size, 0); }
+int oom_host_unregister(void *pointer) { return host_remove(pointer); }
+uint64_t oom_host_peak(void) { return host_peak; }
+
+int oom_host_find(const void *pointer, void **base, size_t *size) {
+    int found = -1;
+    pthread_mutex_lock(&oom_lock);
+    for (struct host_block *block = host_blocks; block && found; block = block->next) {
+        if ((const char *)pointer < block->start || (const char *)pointer >= block->start + block->size) continue;
+        *base = block->start;
+        *size = block->size;
+        found = 0;
+    }
+    pthread_mutex_unlock(&oom_lock);
+    return found;
+}

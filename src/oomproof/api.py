@@ -108,13 +108,15 @@ def fits(command: str | os.PathLike[str] | Sequence[str], **options: Any) -> Mea
 
 def resolve_gpu(gpu: str | GPUSpec | None, memory: str | int | None = None) -> GPUSpec:
     """Return the GPU meant, with its memory overridden when asked. Raises UsageError."""
-    spec = gpu if isinstance(gpu, GPUSpec) else get_gpu(gpu) if gpu else default_gpu()
+    spec = gpu if isinstance(gpu, GPUSpec) else default_gpu() if gpu is None else get_gpu(gpu)
     if memory is None:
         return spec
     try:
         size = parse_size(memory) if isinstance(memory, str) else memory
     except ValueError as error:
         raise UsageError(str(error)) from None
+    if size <= spec.context_bytes[1]:
+        raise UsageError(f"memory {memory!r} is less than the CUDA context takes; write it with its unit, like 20GiB")
     return with_memory(spec, size)
 
 

@@ -64,6 +64,15 @@ def _torch_imported(torch: ModuleType, device: Device, config: dict[str, Any], f
     # A backward pass takes no time here, so a short script can end while autograd's thread still lets go of Python
     # objects; torch 2.14 then aborts ("terminate called without an active exception").
     atexit.register(time.sleep, AUTOGRAD_SECONDS)
+    # not before CUDA starts: asking torch for its architectures forbids CUDA in forked children
+    torch.cuda._lazy_call(lambda: _look_at_kernels(torch, device, config))
+    if config["observe"]:
+        from oomproof.measure.observer import Observer
+
+        Observer(torch, device, config, folder).install()
+
+
+def _look_at_kernels(torch: ModuleType, device: Device, config: dict[str, Any]) -> None:
     capability = config["gpus"][0]["major"] * 10 + config["gpus"][0]["minor"]
     flags = torch._C._cuda_getArchFlags() or ""
     device.set_binary_version(newest_architecture(flags, capability))
@@ -73,10 +82,6 @@ def _torch_imported(torch: ModuleType, device: Device, config: dict[str, Any], f
             f"this torch ({torch.__version__}) has no kernels for compute capability {capability / 10:.1f}: on the "
             f"real GPU the script fails with 'no kernel image is available'; it was built for {flags}"
         ]
-    if config["observe"]:
-        from oomproof.measure.observer import Observer
-
-        Observer(torch, device, config, folder).install()
 
 
 def newest_architecture(flags: str | None, capability: int) -> int:

@@ -72,7 +72,7 @@ def assemble(
     demand = next((f for f in demand_ranks if f["rank"] == lead["rank"]), max(demand_ranks, key=_height))
     shown = demand if verdict == "does-not-fit" and demand["used_gpu"] else lead
     peak = _peak(shown)
-    ended = "interrupted" if limited.interrupted else lead["ended"]
+    ended = "interrupted" if limited.interrupted else "no-kernels" if lead["no_kernels"] else lead["ended"]
     if ended == "finished" and limited.exit_code:
         ended = "exited"
     return m.Measurement(
@@ -214,7 +214,7 @@ def _ranges(finding: Mapping[str, Any], gpu: GPUSpec) -> tuple[m.Range, ...]:
 
 def _notes(limited: Outcome, lead: Mapping[str, Any], shown: Mapping[str, Any]) -> list[str]:
     notes = list(dict.fromkeys([*lead["notes"], *shown["notes"]]))
-    if not lead["used_gpu"] and lead["ended"] != "raised":
+    if not lead["used_gpu"] and lead["ended"] not in ("raised", "oom"):
         notes.append(
             "the script imported torch but put nothing on the GPU; check that it asks for cuda (torch.cuda."
             "is_available() was true)"

@@ -59,7 +59,8 @@ class Observer:
         self.calls: dict[str, dict[str, Any]] = {}
         self.oom: dict[str, Any] | None = None
         self.communicators = 0
-        self.notes: list[str] = list(config.get("notes", []))
+        self.notes: list[str] = []
+        self.forked = False
         self.finished = False
         self.recording = False
         self.trace_entries = TRACE_ENTRIES
@@ -75,12 +76,22 @@ class Observer:
         os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
-        self.finished = True  # a forked child (a DataLoader worker) is not a run of its own
-        self.hooks.active = False
+        """A forked child: a DataLoader worker, or a process that will use the GPU itself if its parent has not."""
         self.reads.leave()
+        if self.counters.ready:
+            self.finished = True
+            self.hooks.active = False
+        else:
+            self.pid = os.getpid()
+            self.forked = True
 
     def _cuda_ready(self) -> None:
         self.counters.ready = True
+        if self.forked:
+            from multiprocessing import util
+
+            self.reads.come_back()
+            util.Finalize(None, self._at_exit, exitpriority=0)  # such a child ends without atexit
         if self.torch.cuda.get_allocator_backend() == "native":  # cudaMallocAsync refuses observers
             self.torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)
         self._record(True)
@@ -114,6 +125,8 @@ class Observer:
 
     def end_call(self, name: str) -> None:
         """Note the peak of one outermost module call; kept only for scripts that never step."""
+        if self.oom is not None:
+            self.oom["caught"] = True  # the script went on
         if self.per_step or not self.counters.ready:
             return
         allocated, reserved = self.counters.fold()
@@ -126,6 +139,8 @@ class Observer:
         """Close an optimizer step; ends the process when enough steps were made."""
         if self.finished:
             return
+        if self.oom is not None:
+            self.oom["caught"] = True
         now = time.perf_counter()
         allocated, reserved = self.counters.end_window() if self.counters.ready else (0, 0)
         self.per_step.append(
@@ -196,7 +211,7 @@ class Observer:
     # ---- out of memory, the end ------------------------------------------------------------------------------------
 
     def _out_of_memory(self, device: int, size: int, device_total: int, device_free: int) -> None:
-        if self.oom is None:
+        if self.oom is None or self.oom["caught"]:  # the last one is the one that ends a script
             free = f"{device_free / 2**30:.2f} GiB of {device_total / 2**30:.2f} GiB is free"
             self._note_oom(
                 f"CUDA out of memory. Tried to allocate {size / 2**30:.2f} GiB on GPU {device}; {free}.", size
@@ -210,8 +225,10 @@ class Observer:
             "phase": self.marks[-1][2],
             "module": _plain(self.marks[-1][3]),
             "requested_bytes": size,
-            "caught": True,
+            "caught": False,  # until the script makes another call or step
         }
+        # a process that is killed or leaves with os._exit has said so much
+        _write(self.folder / f"process-{self.pid}.json", self._findings("oom", None, brief=True))
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
@@ -253,16 +270,17 @@ class Observer:
         self.hooks.remove()
         _write(self.folder / f"process-{self.pid}.json", self._findings(why, error))
 
-    def _findings(self, why: str, error: BaseException | None) -> dict[str, Any]:
+    def _findings(self, why: str, error: BaseException | None, brief: bool = False) -> dict[str, Any]:
+        """Return what is known of this process; ``brief`` leaves the trace unread, and with it the breakdown."""
         torch = self.torch
         used = self.counters.ready
         if used:
             self.counters.fold()
         snapshot_path = None
-        if used and self.config.get("snapshot") and self.recording:
+        if used and self.config.get("snapshot") and self.recording and not brief:
             snapshot_path = str(self.folder / f"snapshot-{self.pid}.pickle")
             self._dump(snapshot_path)
-        if used:
+        if used and not brief:
             self._read_trace(more=False)
             self._record(False)
         index = self.counters.worst_device()
@@ -276,6 +294,7 @@ class Observer:
                 ooms += 1
             assert self.oom is not None
             self.oom.update(message=str(cause), caught=False)
+        if self.oom is not None and not self.oom["caught"]:
             why = "oom"
         findings: dict[str, Any] = {
             "pid": self.pid,
@@ -308,7 +327,7 @@ class Observer:
             "values": self.config["values"],
             "value_reads": self.reads.as_list(),
             "oom": self.oom,
-            "notes": self.notes,
+            "notes": [*self.config.get("notes", []), *self.notes],
             "snapshot": snapshot_path,
             "seconds": time.perf_counter() - self.started,
         }

@@ -39,7 +39,7 @@ class ValueReads:
             self._gate.__enter__()
 
     def leave(self) -> None:
-        """End, in a forked child: it has no device."""
+        """Take the gate off, in a forked child, until it uses the GPU."""
         if self._gate:
             self._gate.leave()
 
@@ -48,7 +48,7 @@ class ValueReads:
         return self._gate is not None and self._gate.leave()
 
     def come_back(self) -> None:
-        """Undo a ``leave_for_step`` that returned True."""
+        """Put the gate back."""
         if self._gate:
             self._gate.put_back()
 

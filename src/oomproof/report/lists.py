@@ -42,6 +42,8 @@ def steps(view: View) -> list[Section]:
         table.add_row(name, format_bytes(first.allocated_bytes), format_bytes(first.reserved_bytes))
     hidden = sum(len(run) for run in runs) - sum(len(run) for run in kept)
     body: list[RenderableType] = [table, *more(hidden, "steps, none of them higher"), *_trend(per_step)]
+    if view.measurement.ended in ("steps-reached", "stable"):
+        body.append(Text("stopped there: what the script does later (evaluation, saving) was not run", "dim"))
     return [("Steps", Group(*body))]
 
 

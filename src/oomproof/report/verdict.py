@@ -95,5 +95,6 @@ def _ended(measurement: Measurement) -> str:
         "raised": f"; the script raised an error{code}",
         "exited": f"; the script exited early{code}",
         "interrupted": "; it was interrupted",
+        "no-kernels": "; this torch has no kernels for it, see Notes",
         "oom": "; it ran out of memory",
     }.get(measurement.ended, "")

@@ -88,6 +88,7 @@ def next_command(
             "raised": "mend the script, then",
             "exited": "see why the script exited early, then",
             "interrupted": "let it run to its end",
+            "no-kernels": "install a torch that was built for this GPU, then",
         }.get(measurement.ended, "run it again and keep what it shows")
         return NextCommand(reason=reason, command=_run(measurement, "-o FILE", kept))
     if measurement.verdict == "does-not-fit" and larger_gpu is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from oomproof.capture import write_capture
-from oomproof.errors import EnvironmentMissingError, ScriptError, UsageError
+from oomproof.errors import EnvironmentMissingError, OomproofError, ScriptError, UsageError
 from oomproof.gpus import GPUSpec, default_gpu, get_gpu, with_memory
 from oomproof.measure.assemble import Outcome, assemble, read_outcome
 from oomproof.measure.measurement import Measurement
@@ -58,7 +58,8 @@ def run(
     in the second run.
 
     Raises UsageError for a wrong request, EnvironmentMissingError when torch or a compiler is missing, ScriptError
-    when nothing could be measured, KeyboardInterrupt after ending the command's processes.
+    when nothing could be measured, KeyboardInterrupt after ending the command's processes; both it and an error about
+    ``output`` carry the ``measurement``.
     """
     words = [os.fspath(command)] if isinstance(command, (str, os.PathLike)) else list(command)
     settings = launch.Settings(
@@ -87,12 +88,24 @@ def run(
                 raise KeyboardInterrupt
         measured = assemble(words, settings.gpu, limited, unlimited, folder)
         if output is not None:
-            write_capture(output, measured, runner.snapshot())
+            try:
+                write_capture(output, measured, runner.snapshot())
+            except OomproofError as error:
+                error.measurement = measured
+                raise
     finally:
         runner.clean()
     if limited.interrupted:
-        raise KeyboardInterrupt
+        raise Interrupted(measured)
     return measured
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C ended the command; ``measurement`` is what was seen until then."""
+
+    def __init__(self, measurement: Measurement) -> None:
+        super().__init__()
+        self.measurement = measurement
 
 
 def fits(command: str | os.PathLike[str] | Sequence[str], **options: Any) -> Measurement:

@@ -25,6 +25,7 @@ class OomproofError(Exception):
     """Base of every error that is told to the user without a traceback."""
 
     exit_code = EXIT_FAILED
+    measurement: object = None  # what was measured before the error, when that was anything
 
 
 class UsageError(OomproofError):

@@ -41,6 +41,7 @@ def finding(**changes: Any) -> dict[str, Any]:
         "communicators": 0,
         "pinned_host_bytes": 0,
         "no_kernels": False,
+        "device_peak_bytes": 0,
         "refused": 0,
         "step": 1,
         "phase": "backward",

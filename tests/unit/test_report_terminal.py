@@ -124,6 +124,7 @@ Steps                      allocated   reserved
              step 1         6.00 GiB   7.00 GiB
              steps 2 to 3  10.00 GiB  11.00 GiB
              the first step peaks 4.00 GiB below the last
+             stopped there: evaluation and saving, if any, were not run
 
 Allocator    default settings; no retries, no OOMs
 
@@ -203,6 +204,7 @@ Steps                      allocated   reserved
              step 1         6.00 GiB   7.00 GiB
              steps 2 to 3  10.00 GiB  11.00 GiB
              the first step peaks 4.00 GiB below the last
+             stopped there: evaluation and saving, if any, were not run
 
 Allocator    default settings; no retries, no OOMs
 
@@ -317,6 +319,7 @@ Steps                      allocated   reserved
              step 1         6.00 GiB   7.00 GiB
              steps 2 to 3  10.00 GiB  11.00 GiB
              the first step peaks 4.00 GiB below the last
+             stopped there: evaluation and saving, if any, were not run
 
 Allocator    default settings; no retries, no OOMs
 

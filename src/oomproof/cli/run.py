@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from oomproof import api
-from oomproof.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED, EXIT_FITS, UsageError
+from oomproof.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED, EXIT_FITS, EXIT_INTERRUPTED, OomproofError, UsageError
 from oomproof.gpus import GPUSpec, all_gpus, load_gpu_file
 from oomproof.measure.measurement import Measurement
 from oomproof.report.json_output import to_json_text
@@ -48,28 +48,43 @@ def main(
     """Run a command on a phantom GPU and report its peak memory."""
     if snapshot and output is None:
         raise UsageError("--snapshot goes into the capture; add -o FILE.oomp")
-    measured = api.run(
-        command,
-        gpu=chosen_gpu(gpu, gpu_file),
-        memory=memory,
-        gpus=gpus,
-        steps=parse_steps(steps),
-        until_stable=until_stable,
-        values=values,
-        platform=platform,
-        output=output,
-        snapshot=snapshot,
-        quiet=quiet,
-        on_step=_Progress(steps),
-        stdout=sys.stderr if json else None,  # standard output is the JSON's alone
-    )
+    failure: OomproofError | None = None
+    interrupted = False
+    try:
+        measured = api.run(
+            command,
+            gpu=chosen_gpu(gpu, gpu_file),
+            memory=memory,
+            gpus=gpus,
+            steps=parse_steps(steps),
+            until_stable=until_stable,
+            values=values,
+            platform=platform,
+            output=output,
+            snapshot=snapshot,
+            quiet=quiet,
+            on_step=_Progress(steps),
+            stdout=sys.stderr if json else None,  # standard output is the JSON's alone
+        )
+    except api.Interrupted as stop:
+        measured, interrupted = stop.measurement, True
+    except OomproofError as error:
+        if not isinstance(error.measurement, Measurement):
+            raise
+        measured, failure = error.measurement, error
     if json:
         sys.stdout.write(to_json_text(measured))
     else:
         options = typed_options(gpu=gpu, gpu_file=gpu_file, memory=memory, gpus=gpus, values=values, platform=platform)
         options += [] if steps == "3" else ["--steps", steps]
         options += ["--until-stable"] if until_stable else []
-        print_report(measured, Console(), saved=output is not None, larger_gpu=larger_gpu(measured), options=options)
+        saved = output is not None and failure is None
+        print_report(measured, Console(), saved=saved, larger_gpu=larger_gpu(measured), options=options)
+    if failure is not None:
+        raise failure
+    if interrupted:
+        print("oomproof: interrupted; the command's processes have ended", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED)
     raise typer.Exit(exit_code(measured))
 
 

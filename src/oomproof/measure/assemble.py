@@ -162,7 +162,7 @@ def _peak(finding: Mapping[str, Any]) -> m.Peak:
     return m.Peak(
         allocated_bytes=finding["allocated_bytes"],
         reserved_bytes=finding["reserved_bytes"],
-        device_bytes=finding["process_peak_bytes"],
+        device_bytes=max(finding["process_peak_bytes"], finding["device_peak_bytes"]),
         step=finding["step"],
         phase=finding["phase"],
         module=finding["module"],
@@ -174,7 +174,7 @@ def _demand(finding: Mapping[str, Any]) -> m.Demand:
     return m.Demand(
         allocated_bytes=finding["allocated_bytes"],
         reserved_bytes=finding["reserved_bytes"],
-        device_bytes=finding["process_peak_bytes"],
+        device_bytes=max(finding["process_peak_bytes"], finding["device_peak_bytes"]),
     )
 
 
@@ -190,7 +190,13 @@ def _outside(finding: Mapping[str, Any], gpu: GPUSpec) -> m.Outside:
         cached_bytes=max(0, finding["reserved_bytes"] - finding["allocated_bytes"]),
         context_bytes=context,
         communication_bytes=communication,
-        other_bytes=max(0, finding["process_peak_bytes"] - finding["reserved_bytes"] - context - communication),
+        other_bytes=max(
+            0,
+            max(finding["process_peak_bytes"], finding["device_peak_bytes"])
+            - finding["reserved_bytes"]
+            - context
+            - communication,
+        ),
     )
 
 
@@ -233,6 +239,11 @@ def _notes(limited: Outcome, lead: Mapping[str, Any], shown: Mapping[str, Any]) 
         notes.append(f"counted as 0, their size is not public: workspaces of {', '.join(sorted(unknown))}")
     if shown["pinned_host_bytes"] >= 2**20:
         notes.append(f"pinned host memory: {shown['pinned_host_bytes'] / 2**30:.2f} GiB at its peak, not on the GPU")
+    together = shown["device_peak_bytes"] - shown["process_peak_bytes"]
+    if together > 0:
+        notes.append(
+            f"other processes of the run held {together / 2**30:.2f} GiB of the same GPU; the peak counts them"
+        )
     others = [f for f in limited.findings if f["used_gpu"] and f["rank"] == lead["rank"] and f is not lead]
     if others:
         notes.append(

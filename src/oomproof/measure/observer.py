@@ -314,6 +314,7 @@ class Observer:
             "allocated_bytes": allocated,
             "reserved_bytes": reserved,
             "process_peak_bytes": self.device.process_peak(index),
+            "device_peak_bytes": self.device.device_peak(index),
             "communicators": self.communicators,
             "refused": self.device.refused(),
             "no_kernels": bool(self.config.get("no_kernels")),

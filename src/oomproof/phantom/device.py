@@ -67,6 +67,7 @@ class Device:
         self._library = library
         self._callback: Any = None  # keeps the ctypes trampoline alive
         library.oom_process_peak.restype = ctypes.c_uint64
+        library.oom_device_peak.restype = ctypes.c_uint64
         library.oom_process_used.restype = ctypes.c_uint64
         library.oom_host_peak.restype = ctypes.c_uint64
         library.oom_events.restype = ctypes.c_size_t
@@ -107,6 +108,10 @@ class Device:
     def process_peak(self, device: int) -> int:
         """Return the most bytes this process had on the device, its context included."""
         return int(self._library.oom_process_peak(device))
+
+    def device_peak(self, device: int) -> int:
+        """Return the most bytes that all processes of the run together had on the device so far."""
+        return int(self._library.oom_device_peak(device))
 
     def host_peak(self) -> int:
         """Return the most bytes of pinned host memory this process had."""

@@ -43,7 +43,7 @@ def steps(view: View) -> list[Section]:
     hidden = sum(len(run) for run in runs) - sum(len(run) for run in kept)
     body: list[RenderableType] = [table, *more(hidden, "steps, none of them higher"), *_trend(per_step)]
     if view.measurement.ended in ("steps-reached", "stable"):
-        body.append(Text("stopped there: what the script does later (evaluation, saving) was not run", "dim"))
+        body.append(Text("stopped there: evaluation and saving, if any, were not run", "dim"))
     return [("Steps", Group(*body))]
 
 

@@ -52,6 +52,7 @@ struct process {
 
 struct shared_state {
     struct process processes[MAX_PROCESSES];
+    _Atomic uint64_t peak[OOM_MAX_DEVICES]; /* of all processes together */
 };
 
 static struct shared_state own_state; /* used when there is no file to share */
@@ -89,6 +90,12 @@ static uint64_t used_by_all(int physical) {
         if (used && (slot == self || alive(pid))) sum += used;
     }
     return sum;
+}
+
+static void note_peak(int physical, uint64_t own) {
+    if (own > peak[physical]) peak[physical] = own;
+    uint64_t all = used_by_all(physical), before = atomic_load(&state->peak[physical]);
+    while (all > before && !atomic_compare_exchange_weak(&state->peak[physical], &before, all)) continue;
 }
 
 static void after_fork_in_child(void) {
@@ -216,7 +223,7 @@ int oom_charge_locked(int physical, size_t size) {
         return -1;
     }
     uint64_t now = atomic_fetch_add(&slot->used[physical], size) + size;
-    if (now > peak[physical]) peak[physical] = now;
+    note_peak(physical, now);
     return 0;
 }
 
@@ -225,7 +232,7 @@ void oom_ensure_context_locked(int physical) {
     contexts[physical] = 1;
     struct process *slot = own_slot();
     uint64_t now = atomic_fetch_add(&slot->used[physical], gpus[physical].context) + gpus[physical].context;
-    if (now > peak[physical]) peak[physical] = now;
+    note_peak(physical, now);
 }
 
 void oom_ensure_context(int device) {
@@ -280,6 +287,11 @@ uint64_t oom_process_used(int device) {
 uint64_t oom_process_peak(int device) {
     int physical = oom_physical_index(device);
     return physical >= 0 ? peak[physical] : 0;
+}
+
+uint64_t oom_device_peak(int device) {
+    int physical = oom_physical_index(device);
+    return physical >= 0 ? atomic_load(&state->peak[physical]) : 0;
 }
 
 uint64_t oom_refused(void) { return refused; }

@@ -77,6 +77,7 @@ OOM_EXPORT int oom_is_device_address(const void *pointer);
 OOM_EXPORT int oom_find_allocation(const void *pointer, void **base, size_t *size, int *device);
 OOM_EXPORT uint64_t oom_process_used(int device);
 OOM_EXPORT uint64_t oom_process_peak(int device);
+OOM_EXPORT uint64_t oom_device_peak(int device); /* of all processes of the run together */
 OOM_EXPORT int oom_device_processes(int physical, int *pids, uint64_t *used, int capacity);
 OOM_EXPORT uint64_t oom_physical_used(int physical);
 

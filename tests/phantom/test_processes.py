@@ -1,0 +1,69 @@
+"""Scripts that train elsewhere than in their main thread: a child, a thread, several processes on one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from child import PYTHON
+
+import oomproof
+from oomproof.measure.measurement import Measurement
+
+GIB = 1 << 30
+TRAIN = """
+import multiprocessing, os, sys, threading
+import torch
+
+def take(gib):
+    block = torch.empty(int(gib * 2**30), dtype=torch.uint8, device="cuda")
+    return block
+"""
+
+
+def measured(folder: Path, code: str, arguments: Sequence[str] = ()) -> Measurement:
+    """Run a script on a phantom T4 and return what it showed."""
+    script = folder / "script.py"
+    script.write_text(TRAIN + code)
+    return oomproof.run([PYTHON, str(script), *arguments], gpu="t4")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'if __name__ == "__main__":\n'
+        '    child = multiprocessing.get_context("spawn").Process(target=take, args=(40,))\n'
+        "    child.start()\n    child.join()\n",
+        "thread = threading.Thread(target=take, args=(40,))\nthread.start()\nthread.join()\n",
+        "try:\n    take(40)\nexcept Exception:\n    sys.exit(1)\n",
+        "try:\n    take(40)\nexcept Exception:\n    os._exit(1)\n",
+    ],
+    ids=["spawned child", "thread", "caught, then exit", "caught, then gone"],
+)
+def test_an_oom_that_nothing_follows_does_not_fit(tmp_path: Path, code: str) -> None:
+    """Whoever caught it: a run whose last act on the GPU failed for want of memory did not fit."""
+    found = measured(tmp_path, code)
+    assert found.verdict == "does-not-fit"
+    assert found.demand.allocated_bytes == 40 * GIB
+
+
+def test_a_forked_child_may_use_cuda(tmp_path: Path) -> None:
+    """Importing torch leaves forked children their CUDA, and what they take is measured."""
+    code = 'child = multiprocessing.get_context("fork").Process(target=take, args=(3,))\nchild.start()\nchild.join()\n'
+    found = measured(tmp_path, code + "sys.exit(child.exitcode)\n")
+    assert found.verdict == "fits"
+    assert found.peak.allocated_bytes == 3 * GIB
+
+
+def test_processes_on_one_gpu_are_counted_together(tmp_path: Path) -> None:
+    """What must fit is the sum of what all processes of the run hold at once."""
+    code = (
+        'if __name__ == "__main__":\n'
+        "    held = take(4)\n"
+        '    child = multiprocessing.get_context("spawn").Process(target=take, args=(6,))\n'
+        "    child.start()\n    child.join()\n"
+    )
+    found = measured(tmp_path, code)
+    assert found.peak.allocated_bytes == 6 * GIB
+    assert 10 * GIB < found.peak.device_bytes < 10.5 * GIB

@@ -21,11 +21,15 @@ class Headline:
 def device_bounds(measurement: Measurement) -> tuple[int, int]:
     """Return the lowest and highest device memory, in bytes, that the ranges allow for the peak.
 
-    The peak holds the estimates in ``outside`` for the context and for communication, and the low end of
-    every other range.
+    The peak holds what is in ``outside`` for the context, communication and the cache, and the low end of every
+    other range.
     """
     outside = measurement.outside
-    held = {"context": outside.context_bytes, "communication": outside.communication_bytes}
+    held = {
+        "context": outside.context_bytes,
+        "communication": outside.communication_bytes,
+        "cached": outside.cached_bytes,
+    }
     low = high = measurement.peak.device_bytes
     for item in measurement.ranges:
         at = held.get(item.what, item.low_bytes)

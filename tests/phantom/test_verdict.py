@@ -353,6 +353,23 @@ def test_a_script_with_a_recording_of_its_own(measure: Measure, tmp_path: Path) 
     assert (tmp_path / "own.pickle").stat().st_size > 1000
 
 
+def test_a_peak_after_the_last_step_is_found(measure: Measure) -> None:
+    """What a script takes after its steps is part of the run, and has a place and a breakdown."""
+
+    def body():
+        import torch
+
+        wide(16, 2)
+        late = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+        del late
+
+    found = measure(body, uses=[wide], steps=None)
+    assert found.peak.allocated_bytes > GIB
+    assert found.peak.step == 3
+    assert found.breakdown is not None
+    assert found.breakdown.total_bytes() == found.peak.allocated_bytes
+
+
 def test_value_reads_are_listed(measure: Measure) -> None:
     """What a script reads back of computed values is listed with its line."""
 

@@ -318,6 +318,8 @@ class Hooks:
         @functools.wraps(original)
         def record(*args: Any, **kwargs: Any) -> Any:
             wanted = args[0] if args else kwargs.get("enabled", "all")
+            if wanted is not None and not self.observer.counters.ready:
+                self.torch.cuda.init()  # as recording would; ours begins there, and the script's must not cut it short
             if wanted is None or not self.observer.recording:
                 return None if self.observer.recording else original(*args, **kwargs)
             stacks, context = kwargs.get("stacks", "all"), kwargs.get("context", "all")

@@ -160,6 +160,7 @@ class Observer:
         elif not self.config["until_stable"] and wanted is not None and self.step >= wanted:
             self.stop("steps-reached")
         self.step += 1
+        self.mark(*self.marks[-1][2:])  # what follows belongs to the next step
         self.step_started = time.perf_counter()
         if self.recording and self.step == STEPS_WITH_STACKS + 1:
             self._record(True)  # goes on with the same trace

@@ -96,8 +96,8 @@ def user_stack(torch: ModuleType, frames: list[dict[str, Any]]) -> list[str]:
     lines, users = [], []
     for frame in frames:
         kind = _kind(frame["filename"], torch)
-        if kind == "ours" or frame["filename"].startswith("??"):
-            continue
+        if kind == "ours" or not frame["filename"].endswith(".py"):
+            continue  # C++ frames, when the script asked for them
         lines.append(f"{_short(frame['filename'])}:{frame['line']} {frame['name']}")
         if kind == "user":
             users.append(lines[-1])

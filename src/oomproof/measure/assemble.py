@@ -142,8 +142,8 @@ def _verdict(limited: Outcome, lead: Mapping[str, Any]) -> m.Verdict:
         return "does-not-fit"
     if limited.interrupted or not lead["used_gpu"] or lead["no_kernels"]:
         return "unknown"
-    if any(f["ended"] == "raised" for f in limited.findings):
-        return "unknown"
+    if any(f["ended"] == "raised" and (f["used_gpu"] or limited.exit_code) for f in limited.findings):
+        return "unknown"  # a helper process beside the training may fail without harm
     if lead["ended"] in ("steps-reached", "stable"):
         return "fits"
     return "unknown" if limited.exit_code else "fits"

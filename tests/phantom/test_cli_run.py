@@ -113,6 +113,11 @@ def processes(mark: str) -> list[int]:
     return found
 
 
+def interruptible() -> None:
+    """Undo what a shell does to its background jobs: it has them ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_interrupt_ends_everything(child: Child, stubborn: bool, tmp_path: Path) -> None:
     """Ctrl-C: exit code 130, no process or folder left, a capture whole or none; also when a script ignores it."""
@@ -145,12 +150,13 @@ def test_interrupt_ends_everything(child: Child, stubborn: bool, tmp_path: Path)
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=interruptible,
     )
     while not (child.folder / "ready").exists() and process.poll() is None:
         time.sleep(0.05)
     assert len(processes(mark)) >= 3
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate()
+    _, stderr = process.communicate(timeout=180)
     assert process.returncode == 130, stderr
     assert "Traceback" not in stderr.split("KeyboardInterrupt")[-1]
     for _ in range(100):

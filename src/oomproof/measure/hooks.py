@@ -211,7 +211,7 @@ class Hooks:
         self.in_optimizer += 1
         closure = any(callable(value) for value in (*args[1:], *kwargs.values()))  # it runs the whole model
         if not closure and not self.left_gate:
-            self.left_gate = self.observer.reads.leave_for_step()
+            self.left_gate = self.observer.reads.leave()
         self.hooked_optimizer = True
         self.phase = "optimizer"
         self.observer.mark("optimizer", None)

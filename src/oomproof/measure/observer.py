@@ -61,6 +61,7 @@ class Observer:
         self.communicators = 0
         self.notes: list[str] = []
         self.forked = False
+        self.left_gate = False
         self.finished = False
         self.recording = False
         self.trace_entries = TRACE_ENTRIES
@@ -77,7 +78,7 @@ class Observer:
 
     def _forked(self) -> None:
         """A forked child: a DataLoader worker, or a process that will use the GPU itself if its parent has not."""
-        self.reads.leave()
+        self.left_gate = self.reads.leave()
         if self.counters.ready:
             self.finished = True
             self.hooks.active = False
@@ -90,7 +91,8 @@ class Observer:
         if self.forked:
             from multiprocessing import util
 
-            self.reads.come_back()
+            if self.left_gate:
+                self.reads.come_back()
             util.Finalize(None, self._at_exit, exitpriority=0)  # such a child ends without atexit
         if self.torch.cuda.get_allocator_backend() == "native":  # cudaMallocAsync refuses observers
             self.torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)

@@ -38,17 +38,12 @@ class ValueReads:
         if self._gate:
             self._gate.__enter__()
 
-    def leave(self) -> None:
-        """Take the gate off, in a forked child, until it uses the GPU."""
-        if self._gate:
-            self._gate.leave()
-
-    def leave_for_step(self) -> bool:
-        """Take the gate off for an optimizer's step, which goes through all parameters; True when it was on."""
+    def leave(self) -> bool:
+        """Take the gate off: for an optimizer's step, in a forked child; return True when it was on."""
         return self._gate is not None and self._gate.leave()
 
     def come_back(self) -> None:
-        """Put the gate back."""
+        """Undo a ``leave`` that returned True."""
         if self._gate:
             self._gate.put_back()
 

@@ -474,3 +474,15 @@ def test_kept_values_reads_what_was_last_copied(child: Any) -> None:
         """,
         mirrored=False,
     ) == [3, 0, [["copy to the host", None], ["copy to the host", None]]]
+
+
+def test_types_may_be_strings(child: Any) -> None:
+    """x.type("torch.cuda.HalfTensor") names no device; large tensors and small ones pass."""
+    assert child(
+        """
+        big = torch.randn(300, 300, device="cuda")
+        small = torch.tensor([1, 2], device="cuda")
+        result = [str(big.type("torch.cuda.HalfTensor").dtype), str(big.type("torch.FloatTensor").device),
+                  small.type("torch.cuda.IntTensor").tolist(), small.to("cpu").tolist(), big.to(torch.float16).is_cuda]
+        """
+    ) == ["torch.float16", "cpu", [1, 2], [1, 2], True]

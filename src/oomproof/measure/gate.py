@@ -116,7 +116,7 @@ class Gate(TorchFunctionMode):  # type: ignore[misc] # torch has no types here
         if not bare and self._concerns(kind, func, args, kwargs):
             with self._mirror.on_this_thread():
                 return func(*args, **kwargs) if kwargs else func(*args)
-        if kind >= _WRITES and args and func.__name__[-1:] == "_" and _writes(func.__name__):
+        if kind >= _WRITES and args and _writes(func.__name__):
             first = args[0]
             self.forget(first if isinstance(first, (list, tuple)) else (first,))
         return func(*args, **kwargs) if kwargs else func(*args)
@@ -190,8 +190,10 @@ def _crosses(name: str, args: Any, kwargs: Any) -> bool:
     if name == "copy_":
         return any(isinstance(a, torch.Tensor) and not a.is_cuda for a in args[:2])
     for value in (*args[1:], *(kwargs or {}).values()):
-        if isinstance(value, (str, torch.device)) and torch.device(value).type == "cpu":
+        if isinstance(value, torch.device) and value.type == "cpu":
             return True
+        if isinstance(value, str) and (value.startswith("cpu") or (value[:6] == "torch." and ".cuda." not in value)):
+            return True  # .to("cpu"), .type("torch.FloatTensor")
     return False
 
 

@@ -388,3 +388,32 @@ def test_value_reads_are_listed(measure: Measure) -> None:
     assert reads
     assert all(read.location.startswith("body.py:") for read in reads)
     assert all(read.count >= 1 and read.operation for read in reads)
+
+
+def test_arguments_without_an_address_do_no_harm(measure: Measure) -> None:
+    """Modules get named tuples, objects with a ``values`` of their own, sparse gradients and tensors inside vmap."""
+
+    def body():
+        import torch
+
+        class Sum(torch.nn.Module):
+            def forward(self, found):
+                return found.values.sum() if isinstance(found.values, torch.Tensor) else found.values
+
+        class Other:
+            values = 3
+
+        x = torch.randn(4, 8, device="cuda")
+        Sum()(x.topk(2))
+        Sum()(Other())
+        layer = torch.nn.Linear(8, 3).cuda()
+        torch.vmap(lambda row: layer(row))(x)
+        table = torch.nn.Embedding(100, 8, sparse=True).cuda()
+        optimizer = torch.optim.SparseAdam(table.parameters())
+        for _ in range(2):
+            table(torch.tensor([1, 2, 3], device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = measure(body, steps=None)
+    assert (found.verdict, found.steps) == ("fits", 2)

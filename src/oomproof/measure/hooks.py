@@ -9,6 +9,7 @@ import functools
 import importlib
 import threading
 import weakref
+from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -229,7 +230,7 @@ class Hooks:
             return  # a wrapper around another optimizer
         self.leave_optimizer()
         state = getattr(optimizer, "state", None)
-        if hasattr(state, "values"):
+        if isinstance(state, Mapping):
             self.observer.label("optimizer_state", self._addresses(state))
         self.phase = "other"
         self.observer.mark("other", None)
@@ -263,7 +264,7 @@ class Hooks:
                     gradient = parameter.grad
                     kept = (
                         weakref.ref(parameter),
-                        gradient.data_ptr(),
+                        _address(gradient),
                         gradient._version,
                         parameter._version,
                     )
@@ -280,7 +281,7 @@ class Hooks:
             if parameter is None:
                 continue
             gradient = parameter.grad
-            if gradient is None or gradient.data_ptr() != address or gradient._version != version:
+            if gradient is None or _address(gradient) != address or gradient._version != version:
                 return True
             if parameter._version != own_version:
                 return True
@@ -296,14 +297,14 @@ class Hooks:
         """Return the addresses of the CUDA tensors in nested lists, dicts and model outputs."""
         tensor_type, parameter_type = self.torch.Tensor, self.torch.nn.Parameter
         addresses: list[int] = []
-        for item in found.values() if hasattr(found, "values") else found:
+        for item in found.values() if isinstance(found, Mapping) else found:
             kind = type(item)
             if kind is tensor_type or kind is parameter_type:
                 if item.is_cuda:
-                    addresses.append(item.data_ptr())
+                    addresses += _address(item)
             elif isinstance(item, tensor_type):
                 addresses += _inner_addresses(item)
-            elif depth and (isinstance(item, (list, tuple)) or hasattr(item, "values")):
+            elif depth and isinstance(item, (list, tuple, Mapping)):
                 addresses += self._addresses(item, depth - 1)
         return addresses
 
@@ -329,7 +330,7 @@ class Hooks:
 
 
 def _first_tensor(output: Any, tensor_type: Any) -> Any:
-    items = output.values() if hasattr(output, "values") else output if isinstance(output, (list, tuple)) else ()
+    items = output.values() if isinstance(output, Mapping) else output if isinstance(output, (list, tuple)) else ()
     return next((item for item in items if isinstance(item, tensor_type)), None)
 
 
@@ -338,10 +339,15 @@ def _inner_addresses(tensor: Any) -> list[int]:
     local = getattr(tensor, "_local_tensor", tensor)
     flatten = getattr(local, "__tensor_flatten__", None)
     parts = [getattr(local, name) for name in flatten()[0]] if flatten is not None else [local]
-    addresses = []
+    addresses: list[int] = []
     for part in parts:
-        try:
-            addresses += [part.data_ptr()] if part.is_cuda else []
-        except RuntimeError:  # fake, meta and functional tensors have no memory
-            continue
+        addresses += _address(part) if part.is_cuda else []
     return addresses
+
+
+def _address(tensor: Any) -> list[int]:
+    """Return the tensor's address, nothing for one that has none: sparse, fake, functional, inside vmap."""
+    try:
+        return [tensor.data_ptr()]
+    except RuntimeError:
+        return []

@@ -35,7 +35,9 @@ class Counters:
         return range(self._c._cuda_getDeviceCount())
 
     def _stats_for_script(self, device: int) -> dict[str, Any]:
-        stats: dict[str, Any] = self._read(device)
+        return self._with_hidden_peaks(device, self._read(device))
+
+    def _with_hidden_peaks(self, device: int, stats: dict[str, Any]) -> dict[str, Any]:
         for name, pools in self._seen_by_script.get(device, {}).items():
             for pool, peak in pools.items():
                 stats[name][pool]["peak"] = max(stats[name][pool]["peak"], peak)
@@ -50,12 +52,12 @@ class Counters:
         """Note the peaks since the last reading and start anew; return (allocated, reserved) of the worst device."""
         worst = (0, 0)
         for device in self._devices():
-            stats = self._stats_for_script(device)
-            plain = self._read(device)
+            stats = self._read(device)
             found = (
-                plain["allocated_bytes"]["all"]["peak"],
-                plain["reserved_bytes"]["all"]["peak"],
+                stats["allocated_bytes"]["all"]["peak"],
+                stats["reserved_bytes"]["all"]["peak"],
             )
+            self._with_hidden_peaks(device, stats)
             for record in (self._peak, self._window):
                 kept = record.setdefault(device, [0, 0])
                 kept[:] = [max(kept[0], found[0]), max(kept[1], found[1])]

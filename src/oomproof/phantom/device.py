@@ -68,12 +68,10 @@ class Device:
         self._callback: Any = None  # keeps the ctypes trampoline alive
         library.oom_process_peak.restype = ctypes.c_uint64
         library.oom_device_peak.restype = ctypes.c_uint64
-        library.oom_process_used.restype = ctypes.c_uint64
         library.oom_host_peak.restype = ctypes.c_uint64
         library.oom_events.restype = ctypes.c_size_t
         library.oom_refused.restype = ctypes.c_uint64
         library.oom_from_host.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-        library.oom_is_device_address.argtypes = (ctypes.c_void_p,)
         library.oom_fill.argtypes = (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_size_t)
         library.oom_fill.restype = None
 
@@ -128,10 +126,6 @@ class Device:
     def zero(self, address: int, size: int) -> None:
         """Make ``size`` bytes at a device address read as zeros."""
         self._library.oom_fill(address, 0, 1, size)
-
-    def is_device_address(self, address: int) -> bool:
-        """Return whether the address lies in the phantom's memory."""
-        return bool(self._library.oom_is_device_address(address))
 
     def on_read(self, callback: Callable[[int, int], None] | None) -> None:
         """Call ``callback(address, size)`` before each copy from the device to the host."""

@@ -18,12 +18,14 @@ from typing import IO, Any
 from oomproof.capture import write_capture
 from oomproof.errors import EnvironmentMissingError, OomproofError, ScriptError, UsageError
 from oomproof.gpus import GPUSpec, default_gpu, get_gpu, with_memory
-from oomproof.measure.assemble import Outcome, assemble, read_outcome
+from oomproof.measure.assemble import Outcome, assemble, merge, read_outcome
 from oomproof.measure.measurement import Measurement
+from oomproof.measure.ranks import that_can_differ
 from oomproof.phantom import launch
 from oomproof.units import parse_size
 
 POLL_SECONDS = 0.05
+GPUS_PER_MACHINE = 8  # of a world that does not exist, when nothing says otherwise
 GRACE_SECONDS = 5.0  # between asking a command's processes to end and ending them
 
 
@@ -33,6 +35,9 @@ def run(
     gpu: str | GPUSpec | None = None,
     memory: str | int | None = None,
     gpus: int | None = None,
+    world_size: int | None = None,
+    rank: int | None = None,
+    ranks: str | Sequence[int] | None = None,
     steps: int | None = 3,
     until_stable: bool = False,
     values: str = "mirror",
@@ -49,22 +54,27 @@ def run(
 
     ``command`` is a script's path or a list such as ``["python", "train.py", "--lr", "1e-4"]``. ``gpu`` is a catalogue
     name or a GPUSpec (default: the catalogue's default), ``memory`` overrides its memory: bytes or "20GiB". ``gpus``
-    is how many of it the machine has (default: what a launcher such as torchrun asks for, else 1). The command is
-    stopped after ``steps`` optimizer steps (None: never), with ``until_stable`` when two in a row have the same peak.
+    is how many of it the machine has (default: what a launcher such as torchrun asks for, else 1). ``world_size`` runs
+    the command as ``rank`` (default 0) of a world whose other ranks do not exist, ``gpus`` of them on a machine
+    (default 8); ``ranks`` names several ranks, measured one after another, or is "worst" for all that can differ in
+    memory: the worst is what the Measurement tells of, the others are in its ``ranks``.
+    The command is stopped after ``steps`` optimizer steps (None: never), with ``until_stable`` when two in a row have
+    the same peak.
     When allocations failed it is run a second time with unlimited memory, for the demand. ``values`` is "mirror" or
     "keep", ``platform`` "linux" or "wsl" (how the driver orders addresses). ``output`` names a capture to write,
     ``snapshot`` adds PyTorch's memory snapshot to it. ``quiet`` hides what the command prints. ``on_step`` is called
-    with a step's peaks while the command runs (at most ten times a second): the keys of ``per_step``, and ``run``, 2
-    in the second run.
+    with a step's peaks while the command runs (at most ten times a second): the keys of ``per_step``, and ``run``
+    (counts the runs made so far), ``rank`` and ``unlimited``.
 
     Raises UsageError for a wrong request, EnvironmentMissingError when torch or a compiler is missing, ScriptError
     when nothing could be measured, KeyboardInterrupt after ending the command's processes; both it and an error about
     ``output`` carry the ``measurement``.
     """
     words = [os.fspath(command)] if isinstance(command, (str, os.PathLike)) else list(command)
+    size, local_size, wanted = _world(words, gpus, world_size, rank, ranks)
     settings = launch.Settings(
         gpu=resolve_gpu(gpu, memory),
-        gpu_count=_gpu_count(gpus, words),
+        gpu_count=local_size,
         values=_one_of("values", values, ("mirror", "keep")),
         platform=_one_of("platform", platform, ("linux", "wsl")),
         steps=_positive("steps", steps),
@@ -78,15 +88,12 @@ def run(
         _check_output(Path(output))
     runner = _Runner(program, folder, env, quiet, on_step, stdout)
     try:
-        limited = runner.go(settings)
-        if limited.interrupted and not limited.findings:  # the processes had to be killed: nothing to assemble
-            raise KeyboardInterrupt
-        unlimited = None
-        if limited.troubled and not limited.interrupted:
-            unlimited = runner.go(replace(settings, unlimited=True))
-            if unlimited.interrupted:  # half a demand is none
-                raise KeyboardInterrupt
-        measured = assemble(words, settings.gpu, limited, unlimited, folder)
+        if size is None:
+            limited, unlimited = _measure(runner, settings)
+            notes: list[str] = []
+        else:
+            limited, unlimited, notes = _measure_ranks(runner, settings, size, wanted)
+        measured = assemble(words, settings.gpu, limited, unlimited, folder, notes)
         if output is not None:
             try:
                 write_capture(output, measured, runner.snapshot())
@@ -161,6 +168,110 @@ def _gpu_count(asked: int | None, command: Sequence[str]) -> int:
     return count
 
 
+def _world(
+    command: Sequence[str],
+    gpus: int | None,
+    size: int | None,
+    rank: int | None,
+    ranks: str | Sequence[int] | None,
+) -> tuple[int | None, int, list[int] | None]:
+    """Return the size of a world that does not exist, the GPUs of a machine, and the ranks asked for.
+
+    The size is None when the command starts all its ranks itself; the ranks are None for "worst".
+    """
+    nodes = launch.nodes_wanted(command) if command else 1
+    if size is None and nodes > 1:  # the other machines do not exist
+        size = nodes * _gpu_count(gpus, command)
+    if size is None:
+        if rank is not None or ranks is not None:
+            raise UsageError("--rank and --ranks need --world-size: how many ranks the world has")
+        return None, _gpu_count(gpus, command), None
+    faults = []
+    if size < 1:
+        faults.append(f"a world of {size} ranks; it must have at least 1")
+    if launch.starts_ranks_itself(command):
+        faults.append(f"{command[0]} starts ranks that do not exist; write the script itself: -- python train.py …")
+    if rank is not None and ranks is not None:
+        faults.append("rank and ranks both given; give one of them")
+    wanted = [0 if rank is None else rank]
+    if isinstance(ranks, str) and ranks != "worst":
+        try:
+            wanted = [int(part) for part in ranks.split(",")]
+        except ValueError:
+            faults.append(f"ranks are {ranks!r}; write worst, or numbers such as 0,7,63")
+    elif ranks is not None and not isinstance(ranks, str):
+        wanted = list(ranks)
+    faults += [f"rank {r} is not in a world of {size}; ranks count from 0" for r in wanted if not 0 <= r < size]
+    if faults:
+        raise UsageError("; ".join(faults))
+    asked = gpus if gpus is not None else launch.gpus_wanted(command)
+    local_size = _gpu_count(asked if asked > 1 or gpus is not None else min(GPUS_PER_MACHINE, size), command)
+    return size, local_size, None if ranks == "worst" else sorted(set(wanted))
+
+
+def _measure(runner: _Runner, settings: launch.Settings) -> tuple[Outcome, Outcome | None]:
+    """Run the command on the GPU's memory and, when an allocation failed, without limit."""
+    limited = runner.go(settings)
+    if limited.interrupted and not limited.findings:  # the processes had to be killed: nothing to assemble
+        raise KeyboardInterrupt
+    if not limited.troubled or limited.interrupted:
+        return limited, None
+    unlimited = runner.go(replace(settings, unlimited=True))
+    if unlimited.interrupted:  # half a demand is none
+        raise KeyboardInterrupt
+    return limited, unlimited
+
+
+def _measure_ranks(
+    runner: _Runner, settings: launch.Settings, size: int, wanted: list[int] | None
+) -> tuple[Outcome, Outcome | None, list[str]]:
+    """Measure ranks of a world that does not exist, one after another; ``wanted`` is None for all that can differ."""
+    folder = runner.new_folder()
+    local_size = settings.gpu_count
+    measured: dict[int, tuple[Outcome, Outcome | None]] = {}
+    helped: set[tuple[int, str]] = set()
+
+    def measure(rank: int, steps: int | None) -> None:
+        place = launch.World(size=size, rank=rank, local_size=local_size, folder=folder)
+        while True:
+            outcomes = _measure(runner, replace(settings, world=place, steps=steps))
+            needs = next((o.needs for o in outcomes if o is not None and o.needs is not None), None)
+            if needs is None:
+                measured[rank] = outcomes
+                return
+            if needs in helped:
+                raise ScriptError(
+                    f"rank {rank} waits for an object that rank {needs[0]} does not send when it runs alone; measure "
+                    "with real processes instead: oomproof run -- torchrun --nproc-per-node N"
+                )
+            helped.add(needs)
+            measure(needs[0], 1)
+            del measured[needs[0]]
+
+    first = 0 if wanted is None else wanted[0]
+    measure(first, settings.steps)
+    if wanted is None:
+        groups: list[dict[str, Any]] = next((f["groups"] for f in measured[first][0].findings if f["groups"]), [])
+        wanted = that_can_differ(groups, size, first)
+    for rank in wanted:
+        if rank not in measured and not _failed(measured):
+            measure(rank, settings.steps)
+    done = [measured[rank] for rank in wanted if rank in measured]
+    limited = merge([outcome for outcome, _ in done])
+    unlimited = merge([again or outcome for outcome, again in done]) if any(again for _, again in done) else None
+    listed = ", ".join(map(str, sorted(measured)))
+    note = f"measured: rank {listed} of a world of {size}, whose other ranks do not exist"
+    if len(wanted) == 1 and size > 1:
+        note += "; --ranks worst measures every rank that can differ"
+    return limited, unlimited, [note]
+
+
+def _failed(measured: Mapping[int, tuple[Outcome, Outcome | None]]) -> bool:
+    """Return whether a rank's script failed or was interrupted: the others would too."""
+    outcomes = [outcome for outcome, _ in measured.values()]
+    return any(o.interrupted or any(f["ended"] == "raised" for f in o.findings) for o in outcomes)
+
+
 def _check_output(path: Path) -> None:
     if not path.parent.is_dir():
         raise UsageError(f"there is no folder {path.parent} for the capture; create it first")
@@ -187,11 +298,17 @@ class _Runner:
         self.on_step = on_step
         self.stdout = stdout
         self.folders: list[Path] = []
+        self.runs = 0
 
-    def go(self, settings: launch.Settings) -> Outcome:
+    def new_folder(self) -> Path:
         folder = Path(tempfile.mkdtemp(prefix="oomproof-"))
         self.folders.append(folder)
-        again = len(self.folders) > 1  # what the script prints was shown the first time
+        return folder
+
+    def go(self, settings: launch.Settings) -> Outcome:
+        folder = self.new_folder()
+        self.runs += 1
+        again = self.runs > 1  # what the script prints was shown the first time
         log = open(folder / "output.txt", "wb") if self.quiet or again else None  # noqa: SIM115
         process = launch.start(
             self.program,
@@ -202,16 +319,17 @@ class _Runner:
             env=self.env,
             cwd=self.cwd,
         )
-        interrupted = self._wait(process, folder / "progress.json")
+        about = {"rank": settings.world.rank if settings.world else 0, "unlimited": settings.unlimited}
+        interrupted = self._wait(process, folder / "progress.json", about)
         if log is not None:
             log.close()
         outcome = read_outcome(folder, process.returncode, interrupted=interrupted)
         failed = process.returncode and not any(f["ended"] == "oom" for f in outcome.findings)
-        if self.quiet and failed and not interrupted:
+        if log is not None and failed and not interrupted and not settings.unlimited:
             sys.stderr.write((folder / "output.txt").read_text(errors="replace")[-4000:])
         return outcome
 
-    def _wait(self, process: subprocess.Popen[bytes], progress: Path) -> bool:
+    def _wait(self, process: subprocess.Popen[bytes], progress: Path, about: dict[str, Any]) -> bool:
         seen = 0
         interrupted = False
         try:
@@ -221,7 +339,7 @@ class _Runner:
                     step = json.loads(progress.read_text())
                     if step["step"] != seen:
                         seen = step["step"]
-                        self.on_step({**step, "run": len(self.folders)})
+                        self.on_step({**step, "run": self.runs, **about})
         except KeyboardInterrupt:
             interrupted = True
             _signal(process, signal.SIGINT)

@@ -34,6 +34,13 @@ def main(
     gpus: Annotated[
         int | None, typer.Option(help="GPUs in the machine; default: what the launcher asks for, or 1.")
     ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(help="Run one rank of a world of this many, whose other ranks do not exist.")
+    ] = None,
+    rank: Annotated[int | None, typer.Option(help="Which rank of that world; default 0.")] = None,
+    ranks: Annotated[
+        str | None, typer.Option(help="Several ranks such as 0,7,63, or worst: every one that can differ in memory.")
+    ] = None,
     steps: Annotated[str, typer.Option(help="Optimizer steps to run, or 'all'.")] = "3",
     until_stable: Annotated[bool, typer.Option(help="Stop when two steps in a row have the same peak.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write a capture to this file.")] = None,
@@ -56,6 +63,9 @@ def main(
             gpu=chosen_gpu(gpu, gpu_file),
             memory=memory,
             gpus=gpus,
+            world_size=world_size,
+            rank=rank,
+            ranks=ranks,
             steps=parse_steps(steps),
             until_stable=until_stable,
             values=values,
@@ -75,7 +85,10 @@ def main(
     if json:
         sys.stdout.write(to_json_text(measured))
     else:
-        options = typed_options(gpu=gpu, gpu_file=gpu_file, memory=memory, gpus=gpus, values=values, platform=platform)
+        options = typed_options(
+            gpu=gpu, gpu_file=gpu_file, memory=memory, gpus=gpus, world_size=world_size, rank=rank, ranks=ranks,
+            values=values, platform=platform,
+        )  # fmt: skip
         options += [] if steps == "3" else ["--steps", steps]
         options += ["--until-stable"] if until_stable else []
         saved = output is not None and failure is None
@@ -134,14 +147,18 @@ class _Progress:
     def __init__(self, steps: str) -> None:
         self._of = "" if steps == "all" else f" of {steps}"
         self._run = 1
+        self._ranks = False
 
     def __call__(self, step: dict[str, Any]) -> None:
         if step["run"] != self._run:
             self._run = step["run"]
-            print("oomproof: out of memory; once more without a limit, for the demand", file=sys.stderr)
+            if step["unlimited"]:
+                print("oomproof: out of memory; once more without a limit, for the demand", file=sys.stderr)
+        rank = f"rank {step['rank']}, " if step["rank"] or self._ranks else ""
+        self._ranks = bool(rank)
         print(
-            f"oomproof: step {step['step']}{self._of}: allocated {format_bytes(step['allocated_bytes'])}, reserved "
-            f"{format_bytes(step['reserved_bytes'])} at its peak, {format_seconds(step['seconds'])}",
+            f"oomproof: {rank}step {step['step']}{self._of}: allocated {format_bytes(step['allocated_bytes'])}, "
+            f"reserved {format_bytes(step['reserved_bytes'])} at its peak, {format_seconds(step['seconds'])}",
             file=sys.stderr,
             flush=True,
         )

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from oomproof.phantom import standins
+from oomproof.phantom import standins, world
 from oomproof.phantom.device import Device
 
 CONFIG = "config.json"
@@ -66,10 +66,20 @@ def _torch_imported(torch: ModuleType, device: Device, config: dict[str, Any], f
     atexit.register(time.sleep, AUTOGRAD_SECONDS)
     # not before CUDA starts: asking torch for its architectures forbids CUDA in forked children
     torch.cuda._lazy_call(lambda: _look_at_kernels(torch, device, config))
+    layout = _set_up_world(torch, device, config, folder)
     if config["observe"]:
         from oomproof.measure.observer import Observer
 
-        Observer(torch, device, config, folder).install()
+        Observer(torch, device, config, folder, layout).install()
+
+
+def _set_up_world(torch: ModuleType, device: Device, config: dict[str, Any], folder: Path) -> world.Layout | None:
+    """Prepare torch.distributed: for ranks that do not exist, or for exchanging values with those that do."""
+    if config["world"] is not None:
+        return world.install(torch, config["world"], folder, device.next_split)
+    device.share(str(folder / world.MESSAGES))
+    distributed = torch.distributed
+    return world.watch_groups(distributed, device.next_split) if distributed.is_available() else None
 
 
 def _look_at_kernels(torch: ModuleType, device: Device, config: dict[str, Any]) -> None:

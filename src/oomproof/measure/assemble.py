@@ -13,11 +13,9 @@ from typing import Any
 
 from oomproof.errors import EnvironmentMissingError, ScriptError
 from oomproof.gpus import GPUSpec
+from oomproof.measure import communicators
 from oomproof.measure import measurement as m
-
-#: Device memory of one NCCL communicator over several GPUs, low and high: public reports on A100 and H100 machines
-#: state 544 to 688 MB.
-COMMUNICATOR_BYTES = (544_000_000, 688_000_000)
+from oomproof.phantom import world
 
 WORKSPACE_REASONS = {
     "cuDNN convolution": "cuDNN may ask for a workspace to run faster; PyTorch takes the first plan whose workspace "
@@ -38,6 +36,7 @@ class Outcome:
     exit_code: int
     findings: tuple[dict[str, Any], ...]
     interrupted: bool = False
+    needs: tuple[int, str] | None = None  # of a world that does not exist: the rank whose message it waits for
 
     @property
     def troubled(self) -> bool:
@@ -53,11 +52,29 @@ def read_outcome(folder: Path, exit_code: int, *, interrupted: bool = False) -> 
     for path in sorted(folder.glob("error-*.txt")):
         raise EnvironmentMissingError(path.read_text())
     findings = [json.loads(path.read_text()) for path in sorted(folder.glob("process-*.json"))]
-    return Outcome(exit_code=exit_code, findings=tuple(findings), interrupted=interrupted)
+    needs = None
+    if (folder / world.NEEDS).exists():
+        asked = json.loads((folder / world.NEEDS).read_text())
+        needs = (asked["rank"], asked["message"])
+    return Outcome(exit_code=exit_code, findings=tuple(findings), interrupted=interrupted, needs=needs)
+
+
+def merge(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the outcome of several ranks that were measured one after another as if they had run together."""
+    return Outcome(
+        exit_code=next((o.exit_code for o in outcomes if o.exit_code), 0),
+        findings=tuple(f for o in outcomes for f in o.findings),
+        interrupted=any(o.interrupted for o in outcomes),
+    )
 
 
 def assemble(
-    command: Sequence[str], gpu: GPUSpec, limited: Outcome, unlimited: Outcome | None, cwd: Path | None = None
+    command: Sequence[str],
+    gpu: GPUSpec,
+    limited: Outcome,
+    unlimited: Outcome | None,
+    cwd: Path | None = None,
+    notes: Sequence[str] = (),
 ) -> m.Measurement:
     """Build the Measurement of a run on the GPU's memory and, when allocations failed there, of one without limit.
 
@@ -103,7 +120,7 @@ def assemble(
         value_reads=tuple(m.ValueRead(**read) for read in lead["value_reads"]),
         oom=m.OOM(**lead["oom"]) if lead["oom"] else None,
         ranks=_rank_rows(ranks, demand_ranks, limited) if len(ranks) > 1 else (),
-        notes=tuple(_notes(limited, lead, shown)),
+        notes=(*notes, *_notes(limited, lead, shown)),
     )
 
 
@@ -179,8 +196,7 @@ def _demand(finding: Mapping[str, Any]) -> m.Demand:
 
 
 def _communication(finding: Mapping[str, Any]) -> tuple[int, int]:
-    low, high = COMMUNICATOR_BYTES
-    return low * finding["communicators"], high * finding["communicators"]
+    return communicators.communication_bytes(finding["communicators"], finding["all_to_all"])
 
 
 def _outside(finding: Mapping[str, Any], gpu: GPUSpec) -> m.Outside:
@@ -208,7 +224,7 @@ def _ranges(finding: Mapping[str, Any], gpu: GPUSpec) -> tuple[m.Range, ...]:
     ranges = [m.Range(what="context", low_bytes=low, high_bytes=high, reason=reason)]
     if finding["communicators"]:
         low, high = _communication(finding)
-        reason = f"{finding['communicators']} NCCL communicator(s); public reports state 544 to 688 MB for one"
+        reason = communicators.reason(finding["communicators"], finding["all_to_all"])
         ranges.append(m.Range(what="communication", low_bytes=low, high_bytes=high, reason=reason))
     room = max(0, gpu.memory_bytes - finding["process_peak_bytes"])
     for what, lift in sorted(finding["optional_workspaces"].items()):
@@ -231,6 +247,12 @@ def _notes(limited: Outcome, lead: Mapping[str, Any], shown: Mapping[str, Any]) 
         )
     elif lead["oom"] and lead["ended"] != "oom":
         notes.append("the script met an out-of-memory error, handled it and went on; the peak is that of what followed")
+    unanswered = sum(f["unanswered"] for f in limited.findings)
+    if unanswered:
+        notes.append(
+            f"{unanswered} small messages of other ranks never came (a rank had ended, or took over a minute); from "
+            "then on they were taken to be what this rank had itself"
+        )
     if any(_refused_elsewhere(f) for f in limited.findings):
         notes.append(
             "memory was refused to a library beside PyTorch, such as NCCL, and the script ended with its error"

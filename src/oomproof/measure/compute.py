@@ -10,6 +10,7 @@ import torch
 from oomproof.measure.known import FLOATS, TINY, Known, NotHere, covers_storage, host_view, is_ours, tensors_in
 from oomproof.measure.operators import (
     AGAINST_INFINITY,
+    CHANGES_NOTHING,
     COLLECTIVES,
     COMPUTED,
     CONSTANTS,
@@ -21,7 +22,6 @@ from oomproof.measure.operators import (
     NOTED,
     OF_FINITE,
     TO_COPY,
-    UNCHANGED,
     Plan,
 )
 from oomproof.phantom.device import Device
@@ -35,6 +35,7 @@ class Computer:
         self._known = known
         self._limit_bytes = limit_bytes
         self._generator = torch.Generator()
+        self._arrived = False
 
     def compute(self, plan: Plan, args: Any, kwargs: Any, out: Any, fresh: list[Any], written: list[Any]) -> bool:
         """Make the results known; return False where they are not, and what was written must be forgotten."""
@@ -161,34 +162,38 @@ class Computer:
                 self._known.add(tensor)
         return True
 
+    def collective(self, call: Any) -> Any:
+        """Wrap a collective so that ranks tell each other which of the values they send are known."""
+
+        def exchange(*args: Any, **kwargs: Any) -> Any:
+            self._device.collective_begins(self._sends_known(args))
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._arrived = self._device.collective_ended()
+
+        return exchange
+
+    def _sends_known(self, args: Any) -> bool:
+        """Return whether a collective's inputs are known: its second argument in c10d, where the first is written."""
+        inputs = [t for t in tensors_in(list(args[1:2])) if is_ours(t)] or [
+            t for t in tensors_in(args[0]) if is_ours(t)
+        ]
+        entries = [self._known.entry(t) if self._is_small(t) else None for t in inputs]
+        return bool(entries) and all(e is not None and e.pattern is None for e in entries)
+
     def _collective(self, plan: Plan, args: Any, fresh: list[Any]) -> bool:
-        """Take every rank to hold what this one holds, as the NCCL stand-in does."""
-        short = plan.name.partition("::")[2]
-        if plan.namespace == "c10d":
-            if short in UNCHANGED:
-                return True
-            outputs, inputs = ([t for t in tensors_in(a) if is_ours(t)] for a in (*args, (), ())[:2])
-        else:
-            outputs, inputs = fresh, list(tensors_in(args[0]))
-        same_count = len(inputs) == len(outputs)
-        for place, into in enumerate(outputs):
-            source = inputs[place if same_count else 0] if inputs else None
-            if not self._repeat(source, into):
+        """Know what a collective brought if every rank knew what it sent."""
+        if plan.name.partition("::")[2] in CHANGES_NOTHING:
+            return True
+        outputs = [t for t in tensors_in(args[0]) if is_ours(t)] if plan.namespace == "c10d" else fresh
+        for into in outputs:
+            whole = self._known.entry(into) is not None or covers_storage(into)
+            if self._arrived and whole and self._is_small(into):
+                self._known.add(into)
+            else:
                 self._known.forget(into)
         return True
-
-    def _repeat(self, source: Any, into: Any) -> bool:
-        """Fill a gathered tensor with its only known part; return False where that part is not known."""
-        if source is None or not self._is_small(into) or not source.numel() or into.numel() % source.numel():
-            return False
-        entry = self._known.entry(source)
-        if entry is None or entry.pattern is not None or not into.is_contiguous():
-            return False
-        part = host_view(source).contiguous().reshape(-1)
-        host_view(into).view(-1).copy_(part.repeat(into.numel() // part.numel()))
-        if covers_storage(into):
-            self._known.add(into)
-        return self._known.entry(into) is not None
 
     # ---- constants ---------------------------------------------------------------------------------------------
 

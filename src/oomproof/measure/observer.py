@@ -23,6 +23,7 @@ from oomproof.measure.ledger import Ledger, Mark, breakdown
 from oomproof.measure.reads import ValueReads, user_stack
 from oomproof.phantom import device as phantom_device
 from oomproof.phantom.device import Device
+from oomproof.phantom.world import Layout
 
 #: Allocator events kept between two readings of the trace; each costs about 200 bytes of host memory.
 TRACE_ENTRIES = 2_000_000
@@ -40,8 +41,11 @@ LABEL_OF_EVENT = {
 class Observer:
     """What is known of this process so far, and the callbacks that learn more."""
 
-    def __init__(self, torch: ModuleType, device: Device, config: dict[str, Any], folder: Path) -> None:
+    def __init__(
+        self, torch: ModuleType, device: Device, config: dict[str, Any], folder: Path, layout: Layout | None = None
+    ) -> None:
         self.torch: Any = torch
+        self.layout = layout
         self.device = device
         self.config = config
         self.folder = folder
@@ -58,7 +62,8 @@ class Observer:
         self.per_step: list[dict[str, Any]] = []
         self.calls: dict[str, dict[str, Any]] = {}
         self.oom: dict[str, Any] | None = None
-        self.communicators = 0
+        self.communicators: list[int] = []  # how many ranks each has
+        self.all_to_all = 0  # communicators in which all ranks are connected with all
         self.notes: list[str] = []
         self.forked = False
         self.left_gate = False
@@ -186,7 +191,10 @@ class Observer:
         labels = self.labels
         for at, kind, _, address, size, what in self.device.take_events():
             if kind == phantom_device.EVENT_COMMUNICATOR:
-                self.communicators += 1
+                if what == "NCCL":
+                    self.communicators.append(size)
+                else:
+                    self.all_to_all += 1
             elif kind == phantom_device.EVENT_OPTIONAL_WORKSPACE:
                 optional.append((at // 1000, what, size))
             else:
@@ -240,7 +248,8 @@ class Observer:
     def _progress(self) -> None:
         """Tell the parent of the step, ten times a second at most: writing costs as much as hooking a layer."""
         now = time.perf_counter()
-        if os.environ.get("RANK", "0") == "0" and now - self.told > 0.1:
+        alone = self.config["world"] is not None or os.environ.get("RANK", "0") == "0"
+        if alone and now - self.told > 0.1:
             self.told = now
             _write(self.folder / "progress.json", self.per_step[-1])
 
@@ -319,6 +328,9 @@ class Observer:
             "process_peak_bytes": self.device.process_peak(index),
             "device_peak_bytes": self.device.device_peak(index),
             "communicators": self.communicators,
+            "all_to_all": self.all_to_all,
+            "groups": self.layout.as_list() if self.layout else [],
+            "unanswered": self.device.unanswered(),
             "refused": self.device.refused(),
             "no_kernels": bool(self.config.get("no_kernels")),
             "pinned_host_bytes": self.device.host_peak(),

@@ -22,8 +22,8 @@ EMPTY = frozenset(
     "aten::" + n for n in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
 )
 COLLECTIVES = frozenset(("c10d", "_c10d_functional", "_dtensor"))
-#: Collectives that leave the tensors they are given as they are on a phantom rank.
-UNCHANGED = frozenset(("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "send", "barrier"))
+#: Of them, those that leave the values they are given as they are.
+CHANGES_NOTHING = frozenset(("send", "barrier", "monitored_barrier_", "wait_tensor"))
 COMPUTED = frozenset(("aten", "prims", "torchvision"))
 
 #: Elementwise operators and reductions that give one value when their inputs have one value throughout.
@@ -70,6 +70,8 @@ class Plan:
         for position, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self.written.append((position, argument.name))
+        if self.namespace == "c10d" and short not in CHANGES_NOTHING:  # their schemas do not all say what they write
+            self.written = [(0, schema.arguments[0].name)]
         self.random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         self.shape_only = short.endswith("_like") or short.startswith("new_")
         self.overwrites = (

@@ -26,7 +26,17 @@ from oomproof.measure import surroundings
 from oomproof.measure.answers import CHECKED, MASKED, MaskedBackward, affects_memory, expected_reads
 from oomproof.measure.compute import Bare, Computer
 from oomproof.measure.known import FLOATS, PLAIN, TINY, Known, is_ours, tensors_in
-from oomproof.measure.operators import COPY_INTO, FRESH, IN_PLACE, LONG_LIST, NOTHING, SEVERAL, TO_COPY, Plan
+from oomproof.measure.operators import (
+    COLLECTIVES,
+    COPY_INTO,
+    FRESH,
+    IN_PLACE,
+    LONG_LIST,
+    NOTHING,
+    SEVERAL,
+    TO_COPY,
+    Plan,
+)
 from oomproof.phantom.device import Device
 
 #: Called with an operation such as "aten::nonzero (bool)" and whether the number may change memory use.
@@ -101,6 +111,8 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
 
     def _plan(self, func: Any) -> Plan:
         plan = self._plans[id(func)] = Plan(func)
+        if plan.namespace in COLLECTIVES:
+            plan.call = self._computer.collective(plan.call)
         return plan
 
     def _forgot_many(self, plan: Plan, args: Any) -> bool:

@@ -36,7 +36,7 @@ PROTOTYPE_HEADERS = {
 }
 
 SOURCES = {stem: stem.removeprefix("lib") + ".c" for stem in STEMS} | {"libnvidia-ml": "nvml.c"}
-DEVICE_SOURCES = ("device.c", "memory.c", "values.c")
+DEVICE_SOURCES = ("device.c", "memory.c", "values.c", "exchange.c")
 VERSION_MACROS = {
     "OOM_CUBLAS_VERSION": (
         "cublas_api.h",

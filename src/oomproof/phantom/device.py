@@ -74,6 +74,7 @@ class Device:
         library.oom_from_host.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
         library.oom_fill.argtypes = (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_size_t)
         library.oom_fill.restype = None
+        library.oom_unanswered.restype = ctypes.c_uint64
 
     def configure(
         self,
@@ -131,6 +132,26 @@ class Device:
         """Call ``callback(address, size)`` before each copy from the device to the host."""
         self._callback = READ_CALLBACK(callback) if callback else READ_CALLBACK()
         self._library.oom_on_read(self._callback)
+
+    def share(self, folder: str) -> None:
+        """Exchange small messages with the other processes of the run through files in this folder."""
+        self._library.oom_share(folder.encode())
+
+    def unanswered(self) -> int:
+        """Return how many messages of other ranks were waited for and never came."""
+        return int(self._library.oom_unanswered())
+
+    def collective_begins(self, known: bool) -> None:
+        """Say, before a collective of this thread, whether what this rank sends in it is known."""
+        self._library.oom_collective_begin(int(known))
+
+    def collective_ended(self) -> bool:
+        """Return whether all that the collective brought is known; False when nothing small was exchanged."""
+        return bool(self._library.oom_collective_end())
+
+    def next_split(self, ranks: int) -> None:
+        """Say how many ranks the communicators have that are now split off others; 0 for as many as their parent."""
+        self._library.oom_next_split(ranks)
 
     def take_events(self) -> list[tuple[int, int, int, int, int, str]]:
         """Return and forget the events so far: (time in ns, kind, device, address, bytes, what)."""

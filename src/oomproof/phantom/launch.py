@@ -8,19 +8,30 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import oomproof
 from oomproof.errors import UsageError
 from oomproof.gpus import GPUSpec
+from oomproof.phantom import world
 
 SITE = Path(oomproof.__file__).parent / "inject" / "site"
 
 #: Host-to-device copies up to this size keep their values. 1 MiB holds the token ids of 131,072 tokens.
 KEEP_BYTES = 1 << 20
 MOST_GPUS = 16  # OOM_MAX_DEVICES in driver/device.h
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """One rank of a world whose other ranks do not exist; ``folder`` has the messages of those measured before."""
+
+    size: int
+    rank: int
+    local_size: int  # ranks on one machine
+    folder: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +48,7 @@ class Settings:
     until_stable: bool = False
     snapshot: bool = False
     keep_bytes: int = KEEP_BYTES
+    world: World | None = None  # None: the world is the processes that the command starts
 
     def to_config(self) -> dict[str, Any]:
         """Return what ``inject.bootstrap`` reads."""
@@ -50,6 +62,7 @@ class Settings:
             "steps": self.steps,
             "until_stable": self.until_stable,
             "snapshot": self.snapshot,
+            "world": {**asdict(self.world), "folder": str(self.world.folder)} if self.world else None,
         }
 
 
@@ -99,13 +112,13 @@ def resolve_command(command: Sequence[str], *, folder: Path | None = None) -> li
     return list(command)
 
 
-_LAUNCHER_OPTIONS = (
+_PROCESS_OPTIONS = (
     "--nproc-per-node",
     "--nproc_per_node",
-    "--num_processes",
-    "--num-processes",
     "--num_gpus",
 )
+_NODE_OPTIONS = ("--nnodes", "--num_machines", "--num-machines", "--num_nodes")
+_OTHER_LAUNCHERS = ("deepspeed", "mpirun", "mpiexec", "srun", "horovodrun")
 
 
 def gpus_wanted(command: Sequence[str]) -> int:
@@ -113,14 +126,30 @@ def gpus_wanted(command: Sequence[str]) -> int:
 
     Understands torchrun, accelerate launch and deepspeed, up to the script they start.
     """
+    everywhere = _launcher_option(command, ("--num_processes", "--num-processes"))  # accelerate: of all machines
+    return max(_launcher_option(command, _PROCESS_OPTIONS), everywhere // nodes_wanted(command))
+
+
+def nodes_wanted(command: Sequence[str]) -> int:
+    """Return how many machines a launcher's own options ask for; 1 when they do not say."""
+    return _launcher_option(command, _NODE_OPTIONS)
+
+
+def _launcher_option(command: Sequence[str], names: Sequence[str]) -> int:
     for position, word in enumerate(command):
         if word.endswith(".py"):
             break
         name, _, value = word.partition("=")
-        if name in _LAUNCHER_OPTIONS:
+        if name in names:
             value = value or (command[position + 1] if position + 1 < len(command) else "")
+            value = value.rpartition(":")[2]  # torchrun's MIN:MAX
             return int(value) if value.isdigit() and int(value) > 0 else 1
     return 1
+
+
+def starts_ranks_itself(command: Sequence[str]) -> bool:
+    """Return whether a command is a launcher that cannot be told to start one rank alone."""
+    return Path(command[0]).name in _OTHER_LAUNCHERS
 
 
 def default_python() -> str:
@@ -160,9 +189,13 @@ def start(
     ``run_folder`` is an existing empty folder; the processes leave what they measured in it.
     """
     (run_folder / "config.json").write_text(json.dumps(settings.to_config()))
+    variables = environment(run_folder, env)
+    if settings.world is not None:
+        place = settings.world
+        variables.update(world.environment(place.size, place.rank, place.local_size))
     return subprocess.Popen(
         command,
-        env=environment(run_folder, env),
+        env=variables,
         stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,  # another session's terminal
         stdout=stdout,
         stderr=stderr,

@@ -33,7 +33,7 @@ enum oom_event_kind {
     OOM_EVENT_COMMUNICATION = 2,     /* address, size: registered or used as a communication buffer */
     OOM_EVENT_OPTIONAL_WORKSPACE = 3, /* size: a library could have asked for up to this much and did not */
     OOM_EVENT_FROM_HOST = 4,          /* address, size: filled by a copy from the host */
-    OOM_EVENT_COMMUNICATOR = 5        /* a communicator over several GPUs was made */
+    OOM_EVENT_COMMUNICATOR = 5        /* address, size: a communicator over so many ranks got its buffers */
 };
 
 struct oom_event {
@@ -95,6 +95,26 @@ OOM_EXPORT void oom_fill(void *to, uint32_t value, size_t width, size_t count);
 OOM_EXPORT int oom_from_host(const void *pointer, size_t size); /* 1: these bytes are a copy of the host's */
 OOM_EXPORT uint64_t oom_refused(void);                          /* allocations that failed for want of memory */
 OOM_EXPORT void oom_on_read(void (*callback)(const void *from, size_t size));
+
+OOM_EXPORT int oom_values_kept(void); /* 0 where the system forbids overcommit: device memory cannot be touched */
+OOM_EXPORT void oom_note_values(const void *pointer, size_t size, int known); /* after writing to it directly */
+
+/* Messages between the processes of a run, through files in a folder. */
+OOM_EXPORT void oom_share(const char *folder);
+OOM_EXPORT int oom_shares(void);
+OOM_EXPORT int oom_post(const char *key, const void *data, size_t size, int64_t tag);
+OOM_EXPORT void oom_unpost(const char *key);
+OOM_EXPORT int oom_fetch(const char *key, void *data, size_t size, int64_t *tag, int sender);
+OOM_EXPORT uint64_t oom_unanswered(void); /* messages that never came */
+
+/* Around collectives. The value mirror says before one whether what it sends is known, and learns after it whether all
+ * that came is. torch does not tell ncclCommSplit how many ranks the new communicator has: Python does. */
+OOM_EXPORT void oom_collective_begin(int known);
+OOM_EXPORT int oom_collective_end(void);
+OOM_EXPORT int oom_collective_known_here(void);
+OOM_EXPORT void oom_collective_done(int known);
+OOM_EXPORT void oom_next_split(int ranks);
+OOM_EXPORT int oom_split_ranks(void);
 
 /* What happened, for the observer. */
 OOM_EXPORT void oom_event(int kind, const void *address, uint64_t size, const char *what);

@@ -23,17 +23,29 @@ static int find_host_copy(const void *start, size_t size) {
     return -1;
 }
 
-static void note_copy(const void *to, const void *from, size_t size, int from_device) {
-    pthread_mutex_lock(&oom_lock);
-    int known = find_host_copy(to, size);
-    if (from_device && find_host_copy(from, size) < 0) {
-        if (known >= 0) host_copies[known].size = 0;
-    } else if (known < 0) {
+static void note_locked(const void *to, size_t size, int known) {
+    int place = find_host_copy(to, size);
+    if (!known) {
+        if (place >= 0) host_copies[place].size = 0;
+    } else if (place < 0) {
         host_copies[host_copy_count % COPIES].start = to;
         host_copies[host_copy_count++ % COPIES].size = size;
     }
+}
+
+static void note_copy(const void *to, const void *from, size_t size, int from_device) {
+    pthread_mutex_lock(&oom_lock);
+    note_locked(to, size, !from_device || find_host_copy(from, size) >= 0);
     pthread_mutex_unlock(&oom_lock);
 }
+
+void oom_note_values(const void *pointer, size_t size, int known) {
+    pthread_mutex_lock(&oom_lock);
+    note_locked(pointer, size, known);
+    pthread_mutex_unlock(&oom_lock);
+}
+
+int oom_values_kept(void) { return oom_arena_writable; }
 
 int oom_from_host(const void *pointer, size_t size) {
     pthread_mutex_lock(&oom_lock);

@@ -75,6 +75,7 @@ def run(
     settings = launch.Settings(
         gpu=resolve_gpu(gpu, memory),
         gpu_count=local_size,
+        gpus_given=gpus is not None,
         values=_one_of("values", values, ("mirror", "keep")),
         platform=_one_of("platform", platform, ("linux", "wsl")),
         steps=_positive("steps", steps),

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from oomproof.phantom import standins, world
-from oomproof.phantom.device import Device
+from oomproof.phantom.device import MOST_GPUS, Device
 
 CONFIG = "config.json"
 GPU_STATE = "gpus.state"
@@ -44,6 +44,7 @@ def start(run_folder: str) -> None:
     device = Device(standins.load(stand_ins, manifest))
     cuda_version = manifest["cuda_version"]
     assert isinstance(cuda_version, int)
+    _give_each_rank_a_gpu(config)
     device.configure(
         config["gpus"],
         state_path=str(folder / GPU_STATE),
@@ -53,6 +54,13 @@ def start(run_folder: str) -> None:
         driver_version=cuda_version,
     )
     _on_torch_import(lambda module: _torch_imported(module, device, config, folder))
+
+
+def _give_each_rank_a_gpu(config: dict[str, Any]) -> None:
+    """Have as many GPUs as a launcher in a shell script starts ranks on this machine, unless --gpus says otherwise."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not config["gpus_given"] and ranks.isdigit() and len(config["gpus"]) < int(ranks) <= MOST_GPUS:
+        config["gpus"] = config["gpus"][:1] * int(ranks)
 
 
 def _refuse(folder: Path, message: str) -> None:

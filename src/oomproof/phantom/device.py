@@ -9,6 +9,8 @@ import ctypes
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+MOST_GPUS = 16  # OOM_MAX_DEVICES
+
 EVENT_WORKSPACE = 1
 EVENT_COMMUNICATION = 2
 EVENT_OPTIONAL_WORKSPACE = 3

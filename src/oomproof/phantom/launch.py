@@ -16,12 +16,12 @@ import oomproof
 from oomproof.errors import UsageError
 from oomproof.gpus import GPUSpec
 from oomproof.phantom import world
+from oomproof.phantom.device import MOST_GPUS as MOST_GPUS
 
 SITE = Path(oomproof.__file__).parent / "inject" / "site"
 
 #: Host-to-device copies up to this size keep their values. 1 MiB holds the token ids of 131,072 tokens.
 KEEP_BYTES = 1 << 20
-MOST_GPUS = 16  # OOM_MAX_DEVICES in driver/device.h
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,7 @@ class Settings:
 
     gpu: GPUSpec
     gpu_count: int = 1
+    gpus_given: bool = True  # False: more when a launcher turns out to start more ranks
     unlimited: bool = False  # allocations never fail; the GPU still says how much memory it has
     platform: str = "linux"  # "linux" or "wsl": how the driver orders segment addresses
     values: str = "mirror"  # "mirror" or "keep"
@@ -54,6 +55,7 @@ class Settings:
         """Return what ``inject.bootstrap`` reads."""
         return {
             "gpus": [describe(self.gpu)] * self.gpu_count,
+            "gpus_given": self.gpus_given,
             "unlimited": self.unlimited,
             "rising_addresses": self.platform == "wsl",
             "keep_bytes": self.keep_bytes,

@@ -1,0 +1,394 @@
+"""One rank of a world whose other ranks do not exist: every kind of parallel training runs as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from child import PYTHON, has_module
+
+import oomproof
+from oomproof.errors import ScriptError, UsageError
+from oomproof.measure.measurement import Measurement
+
+MIB = 1 << 20
+
+START = """
+import os
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+torch.cuda.set_device(local)
+
+def layers(count=4, width=1024):
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
+
+def steps(model, optimizer=None, width=1024, count=2):
+    optimizer = optimizer or torch.optim.AdamW(model.parameters())
+    for _ in range(count):
+        model(torch.randn(8, width, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+DDP = """
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("nccl")
+steps(DistributedDataParallel(layers().cuda(), device_ids=[local]))
+"""
+FSDP1 = """
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+dist.init_process_group("nccl")
+steps(FullyShardedDataParallel(layers().cuda(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), device_id=local))
+"""
+FSDP2 = """
+from torch.distributed._composable.fsdp import fully_shard
+dist.init_process_group("nccl")
+model = layers().cuda()
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+steps(model)
+"""
+HSDP = """
+from torch.distributed._composable.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+mesh = init_device_mesh("cuda", (size // 8, 8), mesh_dim_names=("replicate", "shard"))
+model = layers().cuda()
+for layer in model:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+steps(model)
+"""
+BOUND = """
+from torch.distributed._composable.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", local))
+mesh = init_device_mesh("cuda", (size // 8, 8), mesh_dim_names=("replicate", "shard"))
+model = layers().cuda()
+fully_shard(model, mesh=mesh)
+steps(model)
+"""
+TENSOR = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor import Replicate, Shard
+mesh = init_device_mesh("cuda", (size // 8, 8), mesh_dim_names=("data", "tensor"))
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(1024), nn.Linear(1024, 4096), nn.Linear(4096, 1024)
+        self.head = nn.Linear(1024, 8192, bias=False)
+    def forward(self, x):
+        return self.head(self.down(F.gelu(self.up(self.norm(x)))))
+model = parallelize_module(Block().cuda(), mesh["tensor"], {
+    "norm": SequenceParallel(),
+    "up": ColwiseParallel(input_layouts=Shard(1)),
+    "down": RowwiseParallel(output_layouts=Shard(1)),
+    "head": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+})
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(2):
+    with loss_parallel():
+        logits = model(torch.randn(2, 64 // 8, 1024, device="cuda"))
+        F.cross_entropy(logits.flatten(0, 1), torch.zeros(128, dtype=torch.int64, device="cuda")).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+CONTEXT = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+mesh = init_device_mesh("cuda", (size,))
+query = nn.Linear(1024, 3072).cuda()
+optimizer = torch.optim.AdamW(query.parameters())
+for _ in range(2):
+    x = torch.randn(1, 128 * size, 1024, device="cuda")
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+        q, k, v = query(x).view(1, x.shape[1], 3, 16, 64).permute(2, 0, 3, 1, 4).unbind(0)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            F.scaled_dot_product_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), is_causal=True).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+ZERO = """
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("nccl")
+model = DistributedDataParallel(layers().cuda(), device_ids=[local])
+steps(model, ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW))
+"""
+PIPELINE = """
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+dist.init_process_group("nccl")
+stage_layers = layers(1 + 2 * (rank == 1)).cuda()
+stage = PipelineStage(stage_layers, rank, size, torch.device("cuda", local))
+schedule = Schedule1F1B(stage, n_microbatches=size, loss_fn=lambda out, target: out.sum())
+optimizer = torch.optim.AdamW(stage_layers.parameters())
+for _ in range(2):
+    given = (torch.randn(size * 8, 1024, device="cuda"),) if rank == 0 else ()
+    last = rank == size - 1
+    schedule.step(*given, **({"target": torch.zeros(size * 8, 1024, device="cuda")} if last else {}))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+OBJECTS = """
+dist.init_process_group("cpu:gloo,cuda:nccl")
+gloo = dist.new_group(list(range(0, size, 2)), backend="gloo")
+own = {"rank": rank}
+gathered = [None] * size
+dist.all_gather_object(gathered, own)
+assert gathered == [own] * size, gathered
+setting = ["chosen by 0"] if rank == 0 else [None]
+dist.broadcast_object_list(setting, 0)
+assert setting == ["chosen by 0"], setting
+mine = [None]
+dist.scatter_object_list(mine, [f"for {r}" for r in range(size)] if rank == 0 else None, src=0)
+assert mine == [f"for {rank}"], mine
+at_root = [None] * size if rank == 0 else None
+dist.gather_object(own, at_root, dst=0)
+assert rank != 0 or at_root == [own] * size
+for place in ("cpu", "cuda"):
+    ones = torch.ones(3, device=place)
+    dist.all_reduce(ones)
+    assert ones.tolist() == [size] * 3, (place, ones)
+    most = torch.tensor([rank], device=place)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    assert most.item() == rank
+    parts = [torch.empty(2, device=place) for _ in range(size)]
+    dist.all_gather(parts, torch.tensor([1.0, 2.0], device=place))
+    assert all(p.tolist() == [1, 2] for p in parts)
+    counts = torch.empty(size, dtype=torch.int64, device=place)
+    dist.all_to_all_single(counts, torch.arange(size, device=place))
+    assert counts.tolist() == [rank] * size, counts
+if rank % 2 == 0:
+    dist.barrier(group=gloo)
+    dist.monitored_barrier(gloo)
+dist.barrier()
+store = dist.distributed_c10d._get_default_store()
+store.set(f"address/{rank}", "here")
+assert store.get(f"address/{size - 1}") == b"here"
+steps(layers().cuda())
+"""
+
+
+def measured(folder: Path, code: str, **options: Any) -> Measurement:
+    """Run a script as a rank of a world that does not exist, for two steps."""
+    script = folder / "train.py"
+    script.write_text(START + code)
+    return oomproof.run([PYTHON, str(script)], gpu="a100-80gb", steps=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("code", "size", "rank"),
+    [
+        (DDP, 8, 0), (DDP, 300, 299), (FSDP1, 16, 5), (FSDP2, 16, 15), (FSDP2, 1024, 0), (HSDP, 64, 63), (BOUND, 64, 9),
+        (TENSOR, 32, 17), (CONTEXT, 4, 2), (ZERO, 8, 7), (OBJECTS, 6, 0), (OBJECTS, 6, 4),
+    ],
+    ids=[
+        "DDP", "DDP past 128 ranks", "FSDP1", "FSDP2", "FSDP2 of 1,024", "HSDP", "device bound", "tensor and sequence",
+        "context", "ZeroRedundancyOptimizer", "objects, rank 0", "objects, rank 4",
+    ],
+)  # fmt: skip
+def test_a_rank_trains_without_the_others(tmp_path: Path, code: str, size: int, rank: int) -> None:
+    """The script ends as it would among its peers, and its peak is measured."""
+    found = measured(tmp_path, code, world_size=size, rank=rank)
+    assert found.verdict == "fits", found.notes
+    assert (found.world.size, found.world.rank, found.steps) == (size, rank, 2)
+    assert found.peak.allocated_bytes > 0
+
+
+def test_fully_sharded_states_follow_the_closed_formula(tmp_path: Path) -> None:
+    """FSDP2 keeps 1/N of parameters and of Adam's two states on each rank: 4 layers of 1024 x 1024 and a bias."""
+    parameters = 4 * (1024 * 1024 + 1024) * 4
+    for size in (4, 16):
+        found = measured(tmp_path, FSDP2, world_size=size)
+        assert found.breakdown is not None
+        assert found.breakdown.parameter_bytes == pytest.approx(parameters / size, rel=0.01)
+        assert found.breakdown.optimizer_state_bytes == pytest.approx(2 * parameters / size, rel=0.01)
+
+
+def test_the_first_rank_holds_no_less_than_the_last(tmp_path: Path) -> None:
+    """torch.chunk cuts 1,024 rows over 300 ranks as 4 rows for the first 256 and none for the others."""
+    first = measured(tmp_path, FSDP2, world_size=300, rank=0)
+    last = measured(tmp_path, FSDP2, world_size=300, rank=299)
+    assert first.peak.allocated_bytes > last.peak.allocated_bytes
+
+
+def test_worst_measures_each_pipeline_stage(tmp_path: Path) -> None:
+    """Stage 1 has three times the layers: --ranks worst finds it, and every stage is in the report."""
+    found = measured(tmp_path, PIPELINE, world_size=4, ranks="worst")
+    assert sorted(row.rank for row in found.ranks) == [0, 1, 2, 3]
+    assert found.world.rank == 1
+    assert found.ranks[0].rank == 1
+    assert found.peak == found.ranks[0].peak
+    assert found.verdict == "fits", found.notes
+
+
+def test_a_stage_learns_its_shapes_from_the_stages_before_it(tmp_path: Path) -> None:
+    """Rank 3 alone: the ranks before it are run to hear what they send."""
+    alone = measured(tmp_path, PIPELINE, world_size=4, rank=3)
+    among = measured(tmp_path, PIPELINE, world_size=4, ranks=[0, 1, 2, 3])
+    row = next(r for r in among.ranks if r.rank == 3)
+    assert alone.verdict == "fits", alone.notes
+    assert alone.peak.allocated_bytes == row.peak.allocated_bytes
+
+
+def test_what_nobody_sends_is_told(tmp_path: Path) -> None:
+    """Waiting for an object of a rank that never sends one ends with an error, not in a loop."""
+    code = (
+        'dist.init_process_group("nccl")\nheard = [None]\n'
+        "if rank == 1:\n    dist.recv_object_list(heard, src=0)\nsteps(layers().cuda())\n"
+    )
+    with pytest.raises(ScriptError, match="rank 1 waits for an object that rank 0"):
+        measured(tmp_path, code, world_size=2, rank=1)
+
+
+def test_worst_measures_the_first_and_last_rank_where_all_do_the_same(tmp_path: Path) -> None:
+    """Without point-to-point messages, the ends of each group are enough."""
+    found = measured(tmp_path, DDP, world_size=64, ranks="worst")
+    assert sorted(row.rank for row in found.ranks) == [0, 63]
+    assert "rank 0, 63 of a world of 64" in found.notes[0]
+
+
+def test_torchrun_starts_one_rank_of_many_nodes(tmp_path: Path) -> None:
+    """The other machines of --nnodes do not exist: rank 0 is measured, in the world that torchrun was asked for."""
+    (tmp_path / "train.py").write_text(START + DDP)
+    command = [PYTHON, "-m", "torch.distributed.run", "--nnodes=4", "--nproc-per-node=8", str(tmp_path / "train.py")]
+    found = oomproof.run(command, gpu="a100-80gb", steps=2)
+    assert found.verdict == "fits", found.notes
+    assert (found.world.size, found.world.rank, found.world.local_world_size) == (32, 0, 8)
+
+
+def test_spawn_starts_one_rank(tmp_path: Path) -> None:
+    """multiprocessing.spawn calls the function once, as the rank that is measured."""
+    code = """
+def main(index):
+    os.environ["RANK"] = str(index)
+    dist.init_process_group("nccl", init_method="tcp://10.0.0.1:1234", rank=index, world_size=size)
+    assert dist.get_rank() == 5
+    steps(layers().cuda())
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(main, nprocs=size)
+"""
+    found = measured(tmp_path, code, world_size=8, rank=5)
+    assert found.verdict == "fits", found.notes
+
+
+def test_a_rank_that_does_not_fit_has_its_demand(tmp_path: Path) -> None:
+    """Out of memory on a phantom rank is measured again without limit, as on one GPU."""
+    script = tmp_path / "train.py"
+    script.write_text(START + DDP.replace("layers()", "layers(40, 2048)").replace("steps(", "steps(width=2048, model="))
+    found = oomproof.run([PYTHON, str(script)], gpu="t4", memory="2GiB", steps=2, world_size=16)
+    assert found.verdict == "does-not-fit"
+    assert found.demand.device_bytes > 2 << 30
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"rank": 1}, "need --world-size"),
+        ({"world_size": 0}, "at least 1"),
+        ({"world_size": 4, "rank": 4}, "rank 4 is not in a world of 4"),
+        ({"world_size": 4, "ranks": "best"}, "write worst"),
+        ({"world_size": 4, "ranks": "0", "rank": 0}, "give one of them"),
+    ],
+)
+def test_wrong_worlds_are_refused(tmp_path: Path, options: dict[str, Any], fault: str) -> None:
+    """Each fault is told with its cure, before anything is run."""
+    with pytest.raises(UsageError, match=fault):
+        measured(tmp_path, DDP, **options)
+
+
+def test_launchers_that_start_all_ranks_are_refused(tmp_path: Path) -> None:
+    """deepspeed and mpirun would start ranks that do not exist."""
+    with pytest.raises(UsageError, match="write the script itself"):
+        oomproof.run(["deepspeed", "train.py"], world_size=16)
+
+
+REAL = """
+dist.init_process_group("cpu:gloo,cuda:nccl")
+own = torch.tensor([rank + 1.0], device="cuda")
+dist.all_reduce(own)
+assert own.item() == size * (size + 1) / 2
+objects = [None] * size
+dist.all_gather_object(objects, {"rank": rank, "text": "x" * 100 * rank})
+assert [o["rank"] for o in objects] == list(range(size)), objects
+setting = [{"from": rank}] if rank == 0 else [None]
+dist.broadcast_object_list(setting, 0, device=torch.device("cuda"))
+assert setting == [{"from": 0}], setting
+sent, got = torch.arange(size, device="cuda") + 10 * rank, torch.empty(size, dtype=torch.int64, device="cuda")
+dist.all_to_all_single(got, sent)
+assert got.tolist() == [rank + 10 * i for i in range(size)], got
+part = torch.empty(2, dtype=torch.int64, device="cuda")
+dist.reduce_scatter_tensor(part, torch.arange(2 * size, device="cuda"))
+assert part.tolist() == [2 * rank * size, (2 * rank + 1) * size], part
+slots = [torch.empty(1, device="cuda") for _ in range(size)] if rank == 0 else None
+dist.gather(torch.tensor([float(rank)], device="cuda"), slots, dst=0)
+assert rank != 0 or [s.item() for s in slots] == list(range(size))
+message = torch.zeros(3, device="cuda")
+if rank == 0:
+    dist.send(message + 7, 1)
+elif rank == 1:
+    dist.recv(message, 0)
+    assert message.tolist() == [7, 7, 7]
+pair = dist.new_group([0, 1])
+if rank < 2:
+    dist.all_reduce(own, group=pair)
+kept = torch.arange(4, device="cuda") <= rank
+count = kept.sum()
+dist.all_reduce(count)
+rows = torch.empty(int(count) * 1000, 256, device="cuda")
+steps(layers().cuda())
+"""
+
+
+def test_processes_of_one_run_exchange_small_values(tmp_path: Path) -> None:
+    """Between real ranks collectives carry what each rank holds, and it steers what they allocate."""
+    script = tmp_path / "train.py"
+    script.write_text(START + REAL)
+    command = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=3", str(script)]
+    found = oomproof.run(command, gpu="a100-80gb", steps=2)
+    assert found.verdict == "fits", found.notes
+    assert not found.value_reads, found.value_reads
+    assert len(found.ranks) == 3
+    assert found.peak.allocated_bytes > 6 * 1000 * 256 * 4
+
+
+def test_a_rank_that_ended_is_not_waited_for(tmp_path: Path) -> None:
+    """A rank whose peer has ended goes on with what it has itself, and the report says so."""
+    code = (
+        'dist.init_process_group("nccl")\ndist.all_reduce(torch.ones(1, device="cuda"))\n'
+        "if rank == 1:\n    os._exit(0)\n"
+        'dist.all_reduce(torch.ones(1, device="cuda"))\nsteps(layers().cuda())\n'
+    )
+    script = tmp_path / "train.py"
+    script.write_text(START + code)
+    found = oomproof.run([PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)], gpu="t4", steps=2)
+    assert any("never came" in note for note in found.notes), found.notes
+
+
+@pytest.mark.skipif(not has_module("accelerate"), reason="accelerate is not installed beside the tested torch")
+def test_accelerate_scripts_run_as_a_rank(tmp_path: Path) -> None:
+    """Accelerate finds its ranks in the environment; its gathered numbers are this rank's."""
+    code = """
+from accelerate import Accelerator
+accelerator = Accelerator(mixed_precision="bf16")
+assert accelerator.num_processes == size and accelerator.process_index == rank
+model, optimizer = accelerator.prepare(layers(), torch.optim.AdamW(layers().parameters()))
+optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
+for _ in range(2):
+    loss = model(torch.randn(8, 1024, device="cuda")).sum()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert accelerator.gather(torch.ones(1, device="cuda")).shape[0] == size
+"""
+    found = measured(tmp_path, code, world_size=16, rank=3)
+    assert found.verdict == "fits", found.notes

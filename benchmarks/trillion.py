@@ -1,4 +1,4 @@
-"""A GPT of 1,009 billion parameters under FSDP2, as one rank of 1,024: how long two steps take, and how much of it is ours.
+"""A GPT of 1,009 billion parameters under FSDP2, one rank of 1,024: how long two steps take, how much of that is ours.
 
     python benchmarks/trillion.py            measure: with observation, and without the phantom's observation
     oomproof run --world-size 1024 --gpu h100-80gb -- python benchmarks/trillion.py --train
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import resource
-import sys
 import time
 
 WIDTH, LAYERS, HEADS, VOCABULARY, LENGTH = 25_600, 128, 200, 51_200, 2_048

@@ -240,7 +240,7 @@ def _ranges(finding: Mapping[str, Any], gpu: GPUSpec) -> tuple[m.Range, ...]:
 
 def _notes(limited: Outcome, lead: Mapping[str, Any], shown: Mapping[str, Any]) -> list[str]:
     notes = list(dict.fromkeys([*lead["notes"], *shown["notes"]]))
-    if not lead["used_gpu"] and lead["ended"] not in ("raised", "oom"):
+    if not lead["used_gpu"] and lead["ended"] not in ("raised", "oom") and not limited.exit_code:
         notes.append(
             "the script imported torch but put nothing on the GPU; check that it asks for cuda (torch.cuda."
             "is_available() was true)"

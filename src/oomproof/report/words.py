@@ -81,7 +81,7 @@ def next_command(
     """
     kept = shlex.join(options)
     others = shlex.join(_without_gpu(options))
-    if is_untouched(measurement):
+    if is_untouched(measurement) and measurement.ended not in ("raised", "exited", "interrupted"):
         return NextCommand(reason="move the model to the GPU in the script, then", command=_run(measurement, kept))
     if measurement.verdict == "unknown":
         reason = {

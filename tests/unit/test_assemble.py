@@ -39,7 +39,10 @@ def finding(**changes: Any) -> dict[str, Any]:
         "allocated_bytes": 100 * MIB,
         "reserved_bytes": 120 * MIB,
         "process_peak_bytes": 120 * MIB + GPU.context_bytes[1],
-        "communicators": 0,
+        "communicators": [],
+        "all_to_all": 0,
+        "groups": [],
+        "unanswered": 0,
         "pinned_host_bytes": 0,
         "no_kernels": False,
         "device_peak_bytes": 0,
@@ -146,7 +149,7 @@ def test_ranks_are_kept_and_the_worst_leads() -> None:
 def test_ranges_say_what_is_not_known() -> None:
     """Context always, communicators and optional workspaces when there are any; never above the GPU's memory."""
     assert [r.what for r in measured(finding()).ranges] == ["context"]
-    found = measured(finding(communicators=1, process_peak_bytes=120 * MIB + 544_000_000 + GPU.context_bytes[1]))
+    found = measured(finding(communicators=[2], process_peak_bytes=120 * MIB + 544_000_000 + GPU.context_bytes[1]))
     communication = next(r for r in found.ranges if r.what == "communication")
     assert found.outside.communication_bytes == communication.low_bytes > 0
     assert found.peak.device_bytes == 120 * MIB + GPU.context_bytes[1] + communication.low_bytes

@@ -1,0 +1,73 @@
+"""Which ranks are worth measuring, what communicators take, and what a launcher's options say of a world."""
+
+from __future__ import annotations
+
+import pytest
+
+from oomproof.measure.communicators import communication_bytes
+from oomproof.measure.ranks import MOST_RANKS, that_can_differ
+from oomproof.phantom.launch import gpus_wanted, nodes_wanted
+from oomproof.phantom.world import environment
+
+
+def test_ends_of_each_group_and_of_the_world() -> None:
+    """A mesh of 4 x 8 seen from rank 0: the last of its row, of its column, and of all."""
+    groups = [
+        {"ranks": list(range(32)), "sends": False},
+        {"ranks": [0, 8, 16, 24], "sends": False},
+        {"ranks": list(range(8)), "sends": False},
+    ]
+    assert that_can_differ(groups, 32, 0) == [0, 7, 24, 31]
+
+
+def test_every_rank_of_a_group_that_sends() -> None:
+    """Pipeline stages may each be different."""
+    groups = [{"ranks": [0, 8, 16, 24], "sends": True}, {"ranks": list(range(8)), "sends": False}]
+    assert that_can_differ(groups, 32, 0) == [0, 7, 8, 16, 24, 31]
+
+
+def test_long_groups_are_measured_at_intervals() -> None:
+    """No more than MOST_RANKS, the first and the last among them."""
+    chosen = that_can_differ([{"ranks": list(range(1024)), "sends": True}], 1024, 0)
+    assert len(chosen) <= MOST_RANKS + 1
+    assert chosen[0] == 0
+    assert chosen[-1] == 1023
+
+
+@pytest.mark.parametrize(
+    ("communicators", "all_to_all", "low", "high"),
+    [
+        ([], 0, 0, 0),
+        ([2], 0, 544_000_000, 1_600_000_000),
+        ([8, 2], 0, 1_232_000_000, 3_200_000_000),
+        ([8], 1, 688_000_000, 4_880_000_000),
+    ],
+)
+def test_communicators_take_a_range(communicators: list[int], all_to_all: int, low: int, high: int) -> None:
+    """544 MB for two GPUs, 688 MB for more, up to 1.6 GB each, and 3.28 GB more for an all-to-all."""
+    assert communication_bytes(communicators, all_to_all) == (low, high)
+
+
+@pytest.mark.parametrize(
+    ("command", "gpus", "nodes"),
+    [
+        ("python train.py", 1, 1),
+        ("torchrun --nproc-per-node 4 train.py", 4, 1),
+        ("torchrun --nnodes=16 --nproc_per_node=8 train.py", 8, 16),
+        ("torchrun --nnodes 1:4 --nproc-per-node 2 train.py", 2, 4),
+        ("accelerate launch --num_machines 2 --num_processes 16 train.py", 8, 2),
+        ("python train.py --nnodes 3", 1, 1),
+        ("torchrun --nproc-per-node gpu train.py", 1, 1),
+    ],
+)
+def test_launchers_say_how_many(command: str, gpus: int, nodes: int) -> None:
+    """GPUs of one machine, and machines; what follows the script is the script's own."""
+    assert (gpus_wanted(command.split()), nodes_wanted(command.split())) == (gpus, nodes)
+
+
+def test_a_rank_gets_what_torchrun_would_set() -> None:
+    """Rank 13 of 20 on machines of 8 is the sixth on the second of three."""
+    variables = environment(20, 13, 8)
+    assert {k: variables[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")} == {
+        "RANK": "13", "WORLD_SIZE": "20", "LOCAL_RANK": "5", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "3",
+    }  # fmt: skip

@@ -174,3 +174,23 @@ def test_processes_of_a_run_share_the_device(child: Child) -> None:
     assert said == "full"
     assert free_there == gpu.memory_bytes - (8 << 30) - 2 * context
     assert free_here == gpu.memory_bytes - (8 << 30) - context
+
+
+def _expandable_on_two_devices() -> list[int]:
+    import ctypes
+
+    import torch
+
+    found = []
+    for index in range(2):
+        block = torch.empty(1 << 20, device=f"cuda:{index}")
+        attributes = (ctypes.c_int * 16)()  # cudaPointerAttributes begins with type and device
+        assert ctypes.CDLL(None).cudaPointerGetAttributes(attributes, ctypes.c_void_p(block.data_ptr())) == 0
+        found.append(attributes[1])
+    return found
+
+
+def test_expandable_segments_know_their_device(child: Child) -> None:
+    """A pointer into memory that was mapped on the second device belongs to it, also for those who ask the driver."""
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert child(_expandable_on_two_devices, gpu_count=2, env=settings) == [0, 1]

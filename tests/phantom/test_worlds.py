@@ -137,6 +137,19 @@ for _ in range(2):
     optimizer.step()
     optimizer.zero_grad()
 """
+SYMMETRIC = """
+import torch.distributed._symmetric_memory as symmetric
+dist.init_process_group("nccl")
+group = dist.group.WORLD.group_name
+block = symmetric.empty(1 << 20, device=f"cuda:{local}")
+handle = symmetric.rendezvous(block, group)
+handle.get_buffer(size - 1, (16,), torch.float32)
+left, right = (torch.randn(64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+gathered, products = torch.ops.symm_mem.fused_all_gather_matmul(left, [right], 0, group)
+assert products[0].shape == (64 * size, 64)
+assert torch.ops.symm_mem.fused_matmul_reduce_scatter(left, right, "sum", 0, group).shape == (64 // size, 64)
+steps(layers().cuda())
+"""
 OBJECTS = """
 dist.init_process_group("cpu:gloo,cuda:nccl")
 gloo = dist.new_group(list(range(0, size, 2)), backend="gloo")
@@ -188,10 +201,11 @@ def measured(folder: Path, code: str, **options: Any) -> Measurement:
     ("code", "size", "rank"),
     [
         (DDP, 8, 0), (DDP, 300, 299), (FSDP1, 16, 5), (FSDP2, 16, 15), (FSDP2, 1024, 0), (HSDP, 64, 63), (BOUND, 64, 9),
-        (TENSOR, 32, 17), (CONTEXT, 4, 2), (ZERO, 8, 7), (OBJECTS, 6, 0), (OBJECTS, 6, 4),
+        (SYMMETRIC, 4, 1), (TENSOR, 32, 17), (CONTEXT, 4, 2), (ZERO, 8, 7), (OBJECTS, 6, 0), (OBJECTS, 6, 4),
     ],
     ids=[
-        "DDP", "DDP past 128 ranks", "FSDP1", "FSDP2", "FSDP2 of 1,024", "HSDP", "device bound", "tensor and sequence",
+        "DDP", "DDP past 128 ranks", "FSDP1", "FSDP2", "FSDP2 of 1,024", "HSDP",
+        "device bound", "symmetric memory", "tensor parallel",
         "context", "ZeroRedundancyOptimizer", "objects, rank 0", "objects, rank 4",
     ],
 )  # fmt: skip

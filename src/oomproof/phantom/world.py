@@ -50,6 +50,7 @@ def environment(size: int, rank: int, local_size: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": "oomproof",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # symmetric memory's peers are this rank itself
         "TORCH_NCCL_ENABLE_MONITORING": "0",  # its thread would ask our store at exit
     }
 

@@ -9,6 +9,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #define API __attribute__((visibility("default")))
 #define PAGE ((size_t)2 << 20)
@@ -370,9 +372,10 @@ FILL_ASYNC(cuMemsetD32Async, unsigned, 4)
 
 /* A physical handle counts from its creation until it is released and no longer mapped. */
 struct physical {
-    int device;
+    int device; /* -1: the host's */
     size_t size;
     int references;
+    int counted; /* taken off the device by this process */
 };
 
 struct mapping {
@@ -386,7 +389,7 @@ static pthread_mutex_t mapping_lock = PTHREAD_MUTEX_INITIALIZER;
 
 static void release(struct physical *physical) {
     if (--physical->references > 0) return;
-    oom_discharge(physical->device, physical->size);
+    if (physical->counted) oom_discharge(physical->device, physical->size);
     free(physical);
 }
 
@@ -418,7 +421,7 @@ API CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, cons
     (void)flags;
     struct physical *made = malloc(sizeof *made);
     int on_host = prop->location.type != CU_MEM_LOCATION_TYPE_DEVICE;
-    *made = (struct physical){on_host ? -1 : prop->location.id, size, 1};
+    *made = (struct physical){on_host ? -1 : prop->location.id, size, 1, !on_host};
     if (!on_host && oom_charge(made->device, size) != 0) {
         free(made);
         return CUDA_ERROR_OUT_OF_MEMORY;
@@ -444,6 +447,7 @@ API CUresult cuMemMap(CUdeviceptr pointer, size_t size, size_t offset, CUmemGene
     *made = (struct mapping){mappings, pointer, (struct physical *)handle};
     made->physical->references++;
     mappings = made;
+    if (made->physical->device >= 0) oom_set_address_device((void *)pointer, made->physical->device);
     pthread_mutex_unlock(&mapping_lock);
     return CUDA_SUCCESS;
 }
@@ -466,11 +470,31 @@ API CUresult cuMemUnmap(CUdeviceptr pointer, size_t size) {
     return CUDA_SUCCESS;
 }
 
+/* Symmetric memory passes its allocations between ranks as file descriptors; what a rank imports is counted by its owner. */
 API CUresult cuMemExportToShareableHandle(void *shareable, CUmemGenericAllocationHandle handle,
                                           CUmemAllocationHandleType type, unsigned long long flags) {
     TRACE();
-    (void)shareable, (void)handle, (void)type, (void)flags;
-    return CUDA_ERROR_NOT_SUPPORTED;
+    (void)flags;
+    if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) return CUDA_ERROR_NOT_SUPPORTED;
+    struct physical shared = *(struct physical *)handle;
+    int file = memfd_create("oomproof", MFD_CLOEXEC);
+    if (file < 0 || write(file, &shared, sizeof shared) != (ssize_t)sizeof shared) return CUDA_ERROR_UNKNOWN;
+    *(int *)shareable = file;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *shareable,
+                                            CUmemAllocationHandleType type) {
+    TRACE();
+    struct physical shared, *made = malloc(sizeof *made);
+    int file = (int)(intptr_t)shareable, posix = type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    if (!posix || pread(file, &shared, sizeof shared, 0) != (ssize_t)sizeof shared) {
+        free(made);
+        return posix ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_NOT_SUPPORTED;
+    }
+    *made = (struct physical){shared.device, shared.size, 1, 0};
+    *handle = (CUmemGenericAllocationHandle)made;
+    return CUDA_SUCCESS;
 }
 
 /* ---- modules, kernels, streams, events ----------------------------------------------------------------------------------------- */

@@ -72,6 +72,7 @@ OOM_EXPORT int oom_charge(int device, size_t size);  /* counts without an addres
 OOM_EXPORT void oom_discharge(int device, size_t size);
 OOM_EXPORT void *oom_reserve_addresses(size_t size, size_t alignment);
 OOM_EXPORT void oom_release_addresses(void *pointer, size_t size);
+OOM_EXPORT void oom_set_address_device(const void *pointer, int device); /* of reserved addresses: what is mapped there */
 OOM_EXPORT void oom_memory_info(int device, uint64_t *free_bytes, uint64_t *total_bytes);
 OOM_EXPORT int oom_is_device_address(const void *pointer);
 OOM_EXPORT int oom_find_allocation(const void *pointer, void **base, size_t *size, int *device);

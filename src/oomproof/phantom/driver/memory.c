@@ -203,6 +203,13 @@ void oom_release_addresses(void *pointer, size_t size) {
     pthread_mutex_unlock(&oom_lock);
 }
 
+void oom_set_address_device(const void *pointer, int device) {
+    pthread_mutex_lock(&oom_lock);
+    struct chunk *chunk = NULL;
+    if (find(pointer, &chunk)) chunk->physical = oom_physical_index(device);
+    pthread_mutex_unlock(&oom_lock);
+}
+
 int oom_is_device_address(const void *pointer) {
     return arena && (const char *)pointer >= arena && (const char *)pointer < arena_end;
 }

@@ -184,7 +184,7 @@ def _expandable_on_two_devices() -> list[int]:
     found = []
     for index in range(2):
         block = torch.empty(1 << 20, device=f"cuda:{index}")
-        attributes = (ctypes.c_int * 16)()  # cudaPointerAttributes begins with type and device
+        attributes = (ctypes.c_int * 64)()  # cudaPointerAttributes begins with type and device
         assert ctypes.CDLL(None).cudaPointerGetAttributes(attributes, ctypes.c_void_p(block.data_ptr())) == 0
         found.append(attributes[1])
     return found

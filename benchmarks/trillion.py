@@ -1,17 +1,26 @@
 """A GPT of 1,009 billion parameters under FSDP2, one rank of 1,024: how long two steps take, how much of that is ours.
 
-    python benchmarks/trillion.py            measure: with observation, and without the phantom's observation
-    oomproof run --world-size 1024 --gpu h100-80gb -- python benchmarks/trillion.py --train
+    python benchmarks/trillion.py            (two to three minutes; needs the CUDA build of torch, no GPU)
+    oomproof run --world-size 1024 --gpu h200-141gb --steps 2 -- benchmarks/trillion.py --train
 
-The model is made on the meta device, so that nothing but the shards ever has memory. Figures are ratios of runs made
-one after another on the same machine.
+The model is made on the meta device, so that nothing but the shards ever has memory. CPU time is compared, of runs made
+one after another: with observation, and without it. Where `perf` is installed, the share of the stand-in libraries is
+sampled too.
 """
 
 from __future__ import annotations
 
 import argparse
 import resource
+import shutil
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
+
+from oomproof.gpus import get_gpu
+from oomproof.phantom import launch
 
 WIDTH, LAYERS, HEADS, VOCABULARY, LENGTH = 25_600, 128, 200, 51_200, 2_048
 
@@ -76,6 +85,41 @@ def train(steps: int) -> None:
     print(f"host memory of the process: {peak / 2**30:.2f} GiB", flush=True)
 
 
+def measure(observe: bool, prefix: tuple[str, ...] = ()) -> tuple[float, float, int]:
+    """Return wall and CPU seconds and the most host memory, in bytes, of two steps in a process of its own."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as run_folder, tempfile.TemporaryDirectory() as messages:
+        place = launch.World(size=1024, rank=0, local_size=8, folder=Path(messages))
+        settings = launch.Settings(gpu=get_gpu("h200-141gb"), gpu_count=8, observe=observe, steps=2, world=place)
+        process = launch.start([*prefix, sys.executable, __file__, "--train"], settings, Path(run_folder))
+        if process.wait():
+            sys.exit("the training failed")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return time.perf_counter() - started, seconds, after.ru_maxrss * 1024
+
+
+def main() -> None:
+    """Print times, host memory and our share."""
+    bare = measure(observe=False)
+    observed = measure(observe=True)
+    print(f"two steps, whole process: {observed[0]:.0f} s, {observed[2] / 2**30:.2f} GiB of host memory")
+    print(f"observation: {observed[1] / bare[1] - 1:+.1%} CPU time ({observed[1]:.1f} s against {bare[1]:.1f} s)")
+    if shutil.which("perf") is None:
+        print("stand-ins: not sampled, perf is not installed")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        data = str(Path(folder) / "perf.data")
+        measure(True, ("perf", "record", "-q", "-e", "cpu-clock", "-F", "199", "-o", data))
+        command = ["perf", "report", "-i", data, "--sort", "dso", "-t", ";", "--stdio"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    ours = ("liboomproof", "libcuda", "libcudart", "libcublas", "libcudnn", "libnccl", "libnvidia-ml")
+    rows = [line.split(";") for line in report.splitlines() if ";" in line]
+    share = sum(float(row[0].strip(" %")) for row in rows if row[1].strip().startswith(ours))
+    print(f"stand-ins: {share:.2f} % of the samples")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--train", action="store_true")
@@ -83,3 +127,5 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if options.train:
         train(options.steps)
+    else:
+        main()

@@ -232,31 +232,30 @@ def _measure_ranks(
     measured: dict[int, tuple[Outcome, Outcome | None]] = {}
     helped: set[tuple[int, str]] = set()
 
-    def measure(rank: int, steps: int | None) -> None:
-        place = launch.World(size=size, rank=rank, local_size=local_size, folder=folder)
+    def go(rank: int, until: str | None = None) -> tuple[Outcome, Outcome | None]:
+        """Run a rank, and before it those whose messages it waits for, as far as these messages."""
+        place = launch.World(size=size, rank=rank, local_size=local_size, folder=folder, until=until)
         while True:
-            outcomes = _measure(runner, replace(settings, world=place, steps=steps))
+            outcomes = _measure(runner, replace(settings, world=place))
             needs = next((o.needs for o in outcomes if o is not None and o.needs is not None), None)
             if needs is None:
-                measured[rank] = outcomes
-                return
+                return outcomes
             if needs in helped:
                 raise ScriptError(
                     f"rank {rank} waits for an object that rank {needs[0]} does not send when it runs alone; measure "
                     "with real processes instead: oomproof run -- torchrun --nproc-per-node N"
                 )
             helped.add(needs)
-            measure(needs[0], 1)
-            del measured[needs[0]]
+            go(*needs)
 
     first = 0 if wanted is None else wanted[0]
-    measure(first, settings.steps)
+    measured[first] = go(first)
     if wanted is None:
         groups: list[dict[str, Any]] = next((f["groups"] for f in measured[first][0].findings if f["groups"]), [])
         wanted = that_can_differ(groups, size, first)
     for rank in wanted:
         if rank not in measured and not _failed(measured):
-            measure(rank, settings.steps)
+            measured[rank] = go(rank)
     done = [measured[rank] for rank in wanted if rank in measured]
     limited = merge([outcome for outcome, _ in done])
     unlimited = merge([again or outcome for outcome, again in done]) if any(again for _, again in done) else None

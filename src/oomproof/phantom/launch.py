@@ -32,6 +32,7 @@ class World:
     rank: int
     local_size: int  # ranks on one machine
     folder: Path
+    until: str | None = None  # the message that the rank is run for; it ends when it has left it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ buffers. Only what would come from another rank is answered here: the store, glo
 stand-in answers small device buffers itself, as if every rank held what this one holds.
 
 An object that only another rank can give (a pipeline stage's shapes, a broadcast setting) is taken from the messages
-that this rank left when it was measured; where it was not measured yet, the process ends and asks for that.
+that this rank left when it ran; where it has not run yet, the process ends and asks for that.
 
 Standard library and torch only: this runs inside the user's interpreter. Torch 2.4 to 2.14.
 """
@@ -77,9 +77,10 @@ class Layout:
 class Messages:
     """Objects between ranks that are measured one after another; a file each in a folder that they share."""
 
-    def __init__(self, folder: Path, run_folder: Path) -> None:
+    def __init__(self, folder: Path, run_folder: Path, until: str | None) -> None:
         self._folder = folder
         self._run_folder = run_folder
+        self._until = until
         self._numbers: dict[str, int] = {}
 
     def _path(self, what: str, source: int, to: object, ranks: tuple[int, ...]) -> Path:
@@ -93,6 +94,8 @@ class Messages:
         scratch = path.with_suffix(f".{os.getpid()}")
         scratch.write_bytes(pickle.dumps(value))
         scratch.replace(path)
+        if path.name == self._until:
+            _leave()
 
     def receive(self, what: str, source: int, to: object, ranks: tuple[int, ...]) -> Any:
         """Return what the source left; end the process and ask for the source's measurement if it left nothing."""
@@ -101,10 +104,14 @@ class Messages:
             scratch = self._run_folder / f"{NEEDS}.{os.getpid()}"
             scratch.write_text(json.dumps({"rank": source, "message": path.name}))
             scratch.replace(self._run_folder / NEEDS)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
+            _leave()
         return pickle.loads(path.read_bytes())
+
+
+def _leave() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def install(
@@ -112,7 +119,8 @@ def install(
 ) -> Layout | None:
     """Have torch.distributed work with ranks that do not exist; return what is learned of the groups.
 
-    ``config`` has ``size``, ``rank``, ``local_size`` and ``folder``, where measured ranks leave their messages.
+    ``config`` has ``size``, ``rank``, ``local_size``, ``folder``, where ranks leave their messages, and ``until``, the
+    name of the message that this rank is run for; None when it is measured.
     ``next_split(ranks)`` tells the NCCL stand-in the size of communicators about to be split.
     """
     from torch import distributed
@@ -125,7 +133,7 @@ def install(
     _answer_rendezvous(distributed, store, size, rank)
     _answer_gloo(distributed)
     _answer_cpu_collectives(torch, distributed)
-    _answer_objects(distributed, Messages(Path(config["folder"]), run_folder))
+    _answer_objects(distributed, Messages(Path(config["folder"]), run_folder, config["until"]))
     _start_one_of_launched(config)
     return layout
 

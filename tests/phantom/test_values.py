@@ -50,6 +50,18 @@ def test_what_is_sent_comes_back(child: Any) -> None:
     ) == [[], 3, 1.0, 40.0, True, list(range(10)), "tensor([0, 1, 2], device='cuda:0')", []]
 
 
+def test_unsigned_numbers_of_64_bits_are_read_whole(child: Any) -> None:
+    """torchtitan broadcasts its seed as one: above 2**63 it is no int64, and torch 2.6 failed to pass it on."""
+    most = 2**64 - 5
+    result = child(
+        """
+        sent = torch.tensor([2**64 - 5], dtype=torch.uint64, device="cuda")
+        result = [sent.item(), sent.view(torch.int64).view(torch.uint64).item(), sent.tolist()]
+        """
+    )
+    assert result == [most, most, [most]]
+
+
 def test_masks_lengths_and_counters_take_the_right_branch(child: Any) -> None:
     """Integers and booleans that follow from known ones are known: masks, lengths, positions, counters."""
     found = child(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
 import itertools
 import json
 import os
 import pickle
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,9 @@ from child import PYTHON
 
 import oomproof
 from oomproof.gpus import get_gpu
-from oomproof.phantom import standins
-from oomproof.phantom.device import Device
 from oomproof.phantom.launch import describe
 
+REPLAY = Path(__file__).with_name("programs") / "replay.py"
 SNAPSHOTS = Path(__file__).parents[3] / "shared" / "snapshots"
 
 
@@ -52,39 +51,14 @@ def replay(events: list[tuple[str, int, int]], folder: Path, *, rising: bool = F
     job.write_text(json.dumps({"events": events, "gpu": describe(get_gpu("b200")), "rising": rising}))
     source = Path(oomproof.__file__).parents[1]
     done = subprocess.run(
-        [PYTHON, __file__, str(job)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(source), str(Path(__file__).parent)])},
+        [PYTHON, str(REPLAY), str(job)],
+        env={**os.environ, "PYTHONPATH": str(source), "OOMPROOF_PYTHON": sys.executable},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
     addresses: list[int] = json.loads(done.stdout)
     return addresses
-
-
-def _replay_here(job: dict[str, Any]) -> list[int]:
-    folder, manifest = standins.ensure(standins.find_torch())
-    library = ctypes.CDLL(str(folder / standins.DEVICE_LIBRARY))
-    library.oom_alloc.restype = ctypes.c_void_p
-    library.oom_alloc.argtypes = (ctypes.c_int, ctypes.c_size_t)
-    library.oom_free.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    Device(library).configure(
-        [job["gpu"]],
-        state_path=None,
-        unlimited=True,
-        rising_addresses=job["rising"],
-        keep_bytes=0,
-        driver_version=int(str(manifest["cuda_version"])),
-    )
-    ours: dict[int, int] = {}
-    given = []
-    for action, address, size in job["events"]:
-        if action == "segment_alloc":
-            ours[address] = library.oom_alloc(0, size)
-            given.append(ours[address])
-        elif address in ours:
-            assert library.oom_free(ours.pop(address), None) == 0
-    return given
 
 
 def ordered_pairs(events: list[tuple[str, int, int]], ours: list[int]) -> tuple[int, int]:
@@ -159,9 +133,3 @@ def test_the_rule_on_linux(tmp_path: Path, calls: tuple[int, ...], expected: lis
 def test_the_rule_on_wsl(tmp_path: Path) -> None:
     """Addresses rise without gaps, and the lowest gap is used first."""
     assert offsets(tmp_path, 20, 2, 40, -1, 10, 10, 10, rising=True) == [0, 20, 22, 0, 10, 62]
-
-
-if __name__ == "__main__":
-    import sys
-
-    print(json.dumps(_replay_here(json.loads(Path(sys.argv[1]).read_text()))))

@@ -65,7 +65,7 @@ def attend(batch, heads, length, width):
 def test_backends_follow_the_capability(
     child: Child, version: tuple[int, ...], gpu: str, refused: set[str], chosen: str
 ) -> None:
-    """Turing has no flash attention, Ampere takes it, Hopper prefers cuDNN's (torch 2.6: flash)."""
+    """Turing has no flash attention, Ampere takes it, Hopper prefers cuDNN's (before 2.8: flash)."""
     found: dict[str, Any] = child(attend, BATCH, HEADS, LENGTH, WIDTH, gpu=gpu)
     assert {name for name, case in found.items() if "error" in case} == refused
     assert all("No available kernel" in found[name]["error"] for name in refused)
@@ -77,4 +77,5 @@ def test_backends_follow_the_capability(
         assert 0 <= found[name]["kept"] - OUT_BYTES - LOGSUMEXP_BYTES <= SEED_BYTES, name
         assert found[name]["peak"] == found[name]["kept"], f"{name} has no temporaries"
         assert found[name]["gradients"] == [True, True, True]
-    assert found["MATH"]["kept"] >= 2 * SCORES_BYTES, "scores and their softmax are kept for the backward pass"
+    kept = 1 if version < (2, 5) else 2  # 2.4 keeps the scores in half precision
+    assert found["MATH"]["kept"] >= kept * SCORES_BYTES, "scores and their softmax are kept for the backward pass"

@@ -70,7 +70,10 @@ def test_several_processes_build_one_set(tmp_path: Path) -> None:
     for name in manifest["load"]:
         real = next((f / name for f in library_folders(torch_folder()) if (f / name).exists()), None)
         if real is not None:
-            assert exported(real) <= exported(folder / name), name
+            names = exported(real)
+            if name.startswith("libcusparseLt"):  # old versions export the CUDA runtime that is linked into them
+                names = {function for function in names if function.startswith("cusparseLt")}
+            assert names <= exported(folder / name), name
 
 
 def test_a_broken_cache_is_rebuilt(child: Child, tmp_path: Path) -> None:

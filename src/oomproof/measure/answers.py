@@ -1,13 +1,17 @@
 """What ATen's own code reads back from the device, and the answer where the inputs are known.
 
 Some operators read a number that a kernel computed before they can go on: how many elements a mask selects, how many
-values are unique. Which reads happen, in which order and how wide was seen with torch 2.6, 2.11 and 2.14.
+values are unique. Which reads happen, in which order and how wide was seen with each torch of ``versions.TESTED``.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
+import os
+import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,12 +28,16 @@ SIZING = frozenset(
         "_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "_unique", "_unique2", "unique_dim",
         "unique_consecutive", "unique_dim_consecutive", "repeat_interleave", "bincount", "embedding_dense_backward",
         "_embedding_bag_dense_backward", "_coalesce", "coalesce", "_to_sparse", "to_sparse", "_ctc_loss", "where",
-        "nonzero_numpy", "_use_cudnn_ctc_loss", "_cudnn_ctc_loss",
+        "nonzero_numpy", "_use_cudnn_ctc_loss", "_cudnn_ctc_loss", "linalg_matrix_exp", "to_sparse_csr",
+        "to_sparse_csc", "to_sparse_bsr", "to_sparse_bsc", "_to_sparse_csr", "_to_sparse_csc", "_to_sparse_bsr",
+        "_to_sparse_bsc", "sparse_mask", "ctc_loss",
     )
 )  # fmt: skip
 
 #: Operators that read a floating-point range or an error code, and size nothing by it.
-HARMLESS = frozenset(("aten::histc", "aten::_linalg_check_errors", "aten::segment_reduce"))
+HARMLESS = frozenset(
+    "aten::" + name for name in ("histc", "_linalg_check_errors", "segment_reduce", "mode", "cholesky", "inverse")
+)
 
 #: Operators that take masks among their indices, and whose backward reads how much these select again.
 MASKED = frozenset(
@@ -39,25 +47,37 @@ MASKED = frozenset(
 #: Operators that give the script a yes or a no.
 VERDICTS = frozenset(("aten::equal", "aten::allclose", "aten::is_nonzero"))
 
-#: One-byte reads that are checks of the input: "no" would make the operator raise.
-CHECKED = frozenset(("aten::repeat_interleave", "aten::segment_reduce"))
+#: Operators by which the script itself asks.
+ASKED = VERDICTS | frozenset("aten::" + n for n in ("item", "_local_scalar_dense", "_to_copy", "to", "copy_"))
+
+#: In the names of the kernels of ``Tensor.all()``.
+_ALL = "and_kernel_cuda"
+
+
+def is_check(operation: str, size: int, last_kernel: str) -> bool:
+    """Return whether PyTorch's own code asks if all of something is so, which is taken to hold: else it would raise.
+
+    That the input is finite, the repeats are not negative, the loss is well-defined. It asks ``any()`` for errors,
+    which zero denies.
+    """
+    return size == 1 and operation not in ASKED and _ALL in last_kernel
 
 
 def affects_memory(operation: str, dtype: Any) -> bool | None:
     """Return whether an unknown number read by this operator may change memory; None when the script decides."""
     if operation in SIZING:
         return True
-    if operation in HARMLESS:
+    if operation in HARMLESS or operation.startswith("aten::linalg_"):  # error codes
         return False
     return False if dtype in FLOATS and operation not in VERDICTS else None
 
 
-def expected_reads(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | bytes]:
+def expected_reads(name: str, func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | bytes]:
     """Yield what the operator will read, in order; raises NotHere when that depends on unknown values.
 
     An int is a count, as wide as the read turns out to be; bytes are a whole copied tensor.
     """
-    name = func._schema.name[6:] if func._schema.name.startswith("aten::") else ""
+    name = name[6:] if name.startswith("aten::") else ""
     reader = _READERS.get(name.rstrip("_") if name.endswith("_") else name)
     if reader is None:
         raise NotHere
@@ -133,6 +153,10 @@ def _verdict(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
     yield int(func(*(known.host(a) if isinstance(a, torch.Tensor) else a for a in args), **kwargs))
 
 
+def _coalesce(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
+    yield torch.unique(known.host(args[0]._indices()), dim=1).size(1)
+
+
 def _copied(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[bytes]:
     """Copies to the host that were converted or gathered on the device first."""
     name = func._schema.name
@@ -158,9 +182,74 @@ _READERS: dict[str, _Reader] = {
     "_unique": _unique, "_unique2": _unique, "unique_consecutive": _unique_consecutive,
     "unique_dim": _unique_dim, "unique_dim_consecutive": _unique_consecutive,
     "repeat_interleave": _repeat_interleave, "bincount": _bincount, "segment_reduce": _segment_reduce,
+    "coalesce": _coalesce,
     "equal": _verdict, "is_nonzero": _verdict, "allclose": _verdict,
     "_to_copy": _copied, "to": _copied, "copy": _copied, "_local_scalar_dense": _copied, "item": _copied,
 }  # fmt: skip
+
+
+# ---- where zero would not do -------------------------------------------------------------------------------------
+
+
+def assumed(name: str, args: Any, size: int, *, first: bool) -> bytes | None:
+    """Return what an operator reads in place of a number that nobody knows; None where zero is as good as any.
+
+    A count that sizes an allocation is taken to be the largest possible.
+    """
+    if name == "aten::coalesce":  # as many elements as before: no two have the same indices
+        return int(args[0]._nnz()).to_bytes(size, sys.byteorder)
+    if name == "aten::linalg_matrix_exp":
+        return _matrix_exponential(args[0].shape, args[0].dtype, size, first)
+    if name == "aten::mode" and size == _FOUND_BYTES:  # thrust's search for the value, which must be there
+        return b"\1" + bytes(size - 1)
+    return None
+
+
+_FOUND_BYTES = 16  # a pair of bool and index
+_LARGE_NORM = 2.0  # above the last limit but one, 1.47 for float and 1.1 for double: the longest approximation
+_LONGEST = 5  # its number
+
+
+def _matrix_exponential(shape: Any, dtype: Any, size: int, first: bool) -> bytes | None:
+    """Take all matrices to need the approximation that holds the most temporaries.
+
+    The norm of a single one is read and decides on the host. Then follow the number of (approximation, matrix) pairs,
+    and the pairs.
+    """
+    batch = math.prod(shape[:-2])
+    wide = dtype in (torch.float64, torch.complex128)
+    if first and batch == 1:
+        return struct.pack("d" if wide else "f", _LARGE_NORM)
+    if size == struct.calcsize("q"):
+        return struct.pack("q", batch)
+    if size == batch * struct.calcsize("2q"):
+        return struct.pack(f"{2 * batch}q", *itertools.chain.from_iterable((_LONGEST, i) for i in range(batch)))
+    return None
+
+
+def validates(frame: Any) -> bool:
+    """Return whether torch.distributions is checking its arguments, which are taken to be valid."""
+    for _ in range(_FRAMES_TO_VALIDATION):
+        if frame is None:
+            return False
+        code = frame.f_code
+        if code.co_name in ("__init__", "_validate_sample") and code.co_filename.endswith(_DISTRIBUTION):
+            return True
+        frame = frame.f_back
+    return False
+
+
+_FRAMES_TO_VALIDATION = 8
+_DISTRIBUTION = os.path.join("torch", "distributions", "distribution.py")
+
+
+def assumed_by(node: Any, size: int, *, first: bool) -> bytes | None:
+    """Return what a node of the backward pass reads, as ``assumed`` does."""
+    if node.name() != "LinalgMatrixExpBackward0":
+        return None
+    gradient = node._input_metadata[0]  # backward computes the exponential of a matrix of twice the size
+    shape = (*gradient.shape[:-2], *(2 * int(n) for n in gradient.shape[-2:]))
+    return _matrix_exponential(shape, gradient.dtype, size, first)
 
 
 class MaskedBackward:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from oomproof.measure import versions
 from oomproof.measure.known import FLOATS, TINY, Known, NotHere, covers_storage, host_view, is_ours, tensors_in
 from oomproof.measure.operators import (
     AGAINST_INFINITY,
@@ -124,22 +125,18 @@ class Computer:
         if not isinstance(generator, torch.Generator) or generator.device.type != "cuda":
             generator = torch.cuda.default_generators[like.device.index or 0]
         seed = hash((generator.initial_seed(), generator.get_offset())) & (1 << 62) - 1
-        names = [a.name for a in func._schema.arguments]
-        if "generator" not in names:
-            packet, overload = func.overloadpacket, func._overloadname
-            seeded = "generator" if overload == "default" else overload + "_generator"
-            if seeded not in packet.overloads():  # randint_like before 2.8
-                default = torch.default_generator
-                state = default.get_state()
-                default.manual_seed(seed)
-                try:
-                    return func(*args, **kwargs)
-                finally:
-                    default.set_state(state)
-            func = getattr(packet, seeded)
+        drawing = versions.seeded(func)
+        if drawing is None:
+            default = torch.default_generator
+            state = default.get_state()
+            default.manual_seed(seed)
+            try:
+                return func(*args, **kwargs)
+            finally:
+                default.set_state(state)
         self._generator.manual_seed(seed)
         args = [None if isinstance(a, torch.Generator) else a for a in args]
-        return func(*args, generator=self._generator, **kwargs)
+        return drawing(*args, generator=self._generator, **kwargs)
 
     def _from_host(self, source: Any, into: Any) -> bool:
         """Do a host-to-device copy again, on the host: where the driver kept it, it changes nothing."""

@@ -24,8 +24,9 @@ from oomproof.measure.values import Mirror
 _READS = frozenset(
     (
         "item", "tolist", "cpu", "numpy", "equal", "is_nonzero", "allclose", "nonzero", "argwhere", "masked_select",
-        "unique", "unique_consecutive", "bincount", "repeat_interleave", "multinomial", "histc", "__bool__", "__int__",
-        "__float__", "__index__", "__complex__", "__contains__", "__format__", "__repr__", "__array__",
+        "unique", "unique_consecutive", "bincount", "repeat_interleave", "multinomial", "histc",
+        "segment_reduce", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "__format__",
+        "__repr__", "__array__",
     )
 )  # fmt: skip
 #: Functions whose answer for floats that nobody knows is taken from their being finite.
@@ -59,6 +60,7 @@ class Gate(TorchFunctionMode):  # type: ignore[misc] # torch has no types here
         self._mirror = mirror
         self._entries = mirror.known.entries
         self._kinds: dict[Any, int] = {}
+        mirror.gate_code = Gate.__torch_function__.__code__
 
     def __enter__(self) -> Gate:
         surroundings.pause_in_compiled_code(self)
@@ -99,6 +101,7 @@ class Gate(TorchFunctionMode):  # type: ignore[misc] # torch has no types here
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``, under the mirror where its numbers can be known."""
+        answered: list[Any] = []  # noqa: F841 - for Mirror.on_read, which finds it in this frame
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = _kind(getattr(func, "__name__", ""))

@@ -155,7 +155,7 @@ class Hooks:
     # ---- backward --------------------------------------------------------------------------------------------------
 
     def _wrap_engine(self) -> None:
-        """Every backward pass, .backward() or autograd.grad, goes through _engine_run_backward (torch 2.4 to 2.14)."""
+        """Every backward pass, .backward() or autograd.grad, goes through _engine_run_backward."""
         graph = self.torch.autograd.graph
         original = graph._engine_run_backward
         is_compiling = self.torch.compiler.is_compiling

@@ -1,7 +1,7 @@
 """Watching one process: steps, phases, modules and blocks, without changing one byte of what it allocates.
 
 Runs inside the user's process after torch is imported. Hooks tell it where the script is; PyTorch's own counters and
-allocator trace tell it what the memory does. Python 3.9, torch 2.4 or newer.
+allocator trace tell it what the memory does. Python 3.9.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from time import time_ns
 from types import ModuleType
 from typing import Any
 
+from oomproof.measure import versions
 from oomproof.measure.counters import Counters
 from oomproof.measure.hooks import Hooks
 from oomproof.measure.ledger import Ledger, Mark, breakdown
@@ -64,7 +65,8 @@ class Observer:
         self.oom: dict[str, Any] | None = None
         self.communicators: list[int] = []  # how many ranks each has
         self.all_to_all = 0  # communicators in which all ranks are connected with all
-        self.notes: list[str] = []
+        untested = versions.note(torch.__version__)
+        self.notes: list[str] = [untested] if untested else []
         self.forked = False
         self.left_gate = False
         self.finished = False
@@ -317,7 +319,7 @@ class Observer:
             "local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             "device": index,
             "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
-            "allocator": {"config": allocator_config(), "retries": retries, "ooms": ooms},
+            "allocator": {"config": versions.allocator_config(), "retries": retries, "ooms": ooms},
             "ended": why,
             "error": f"{type(error).__name__}: {error}" if error is not None else None,
             "steps": len(self.per_step),
@@ -381,11 +383,6 @@ class Observer:
 
 def _plain(module: str | None) -> str | None:
     return module.lstrip("+") if module else None
-
-
-def allocator_config() -> str:
-    """Return the allocator's settings from the environment; from torch 2.9 on PYTORCH_ALLOC_CONF comes first."""
-    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:

@@ -35,6 +35,7 @@ class ValueReads:
     def install(self) -> None:
         """Begin. At the import of torch no other mode can be active, so nobody's order of leaving modes is upset."""
         self._device.on_read(self._on_read)
+        self._device.on_answer(lambda what: self._unknown(what, True))
         if self._gate:
             self._gate.__enter__()
 

@@ -1,7 +1,4 @@
-"""Parts of PyTorch where the gate and the mirror must be there, or must not be.
-
-Each function names the versions that need it.
-"""
+"""Parts of PyTorch where the gate and the mirror must be there, or must not be."""
 
 from __future__ import annotations
 
@@ -9,6 +6,8 @@ import functools
 from typing import Any
 
 import torch
+
+from oomproof.measure import versions
 
 #: Collectives move values inside C++, where no function mode sees them; ranks compare counts and lengths through them.
 _COLLECTIVES = (
@@ -28,13 +27,8 @@ def cover_recomputation(gate: Any) -> None:
         return forward(ctx, _covered(run_function, gate), preserve_rng_state, *args)
 
     checkpoint.CheckpointFunction.forward = staticmethod(reentrant)
-    for name in (
-        "_checkpoint_without_reentrant_generator",
-        "_checkpoint_without_reentrant_generator_impl",
-    ):
-        generator = getattr(checkpoint, name, None)  # the second from 2.14 on; the first calls it there
-        if generator is not None:
-            setattr(checkpoint, name, _covering(generator, gate))
+    for name in versions.checkpoint_generators():
+        setattr(checkpoint, name, _covering(getattr(checkpoint, name), gate))
 
 
 def _covering(generator: Any, gate: Any) -> Any:
@@ -43,21 +37,6 @@ def _covering(generator: Any, gate: Any) -> Any:
         return generator(_covered(fn, gate), *args, **kwargs)
 
     return call
-
-
-def pass_higher_order_operators(mode: type) -> None:
-    """Let higher-order operators through, which before 2.7 refuse a mode that is not registered with each."""
-    if hasattr(mode.__mro__[1], "supports_higher_order_operators"):
-        return
-    import torch._higher_order_ops  # they register themselves
-
-    for operator in list(torch._ops._higher_order_ops.values()):
-        if mode not in operator.python_key_table:
-            operator.py_impl(mode)(functools.partial(_pass_through, operator))
-
-
-def _pass_through(operator: Any, mode: Any, *args: Any, **kwargs: Any) -> Any:
-    return operator(*args, **kwargs)
 
 
 def cover_collectives(mirror: Any) -> None:

@@ -7,8 +7,6 @@ allocates device memory and never keeps a tensor, so no figure of the allocator 
 
 What is computed: integers and booleans up to a limit, floating point up to 4,096 elements. A float that a kernel
 would have computed is taken to be finite. Numbers that stay unknown read as zero, and each such read is told.
-
-Torch 2.4 to 2.14; the parts that differ by version name it.
 """
 
 from __future__ import annotations
@@ -16,14 +14,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from oomproof.measure import surroundings
-from oomproof.measure.answers import CHECKED, MASKED, MaskedBackward, affects_memory, expected_reads
+from oomproof.measure import versions
+from oomproof.measure.answers import (
+    MASKED,
+    MaskedBackward,
+    affects_memory,
+    assumed,
+    assumed_by,
+    expected_reads,
+    is_check,
+    validates,
+)
 from oomproof.measure.compute import Bare, Computer
 from oomproof.measure.known import FLOATS, PLAIN, TINY, Known, is_ours, tensors_in
 from oomproof.measure.operators import (
@@ -64,8 +72,11 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         self._entries = self.known.entries
         self._plans: dict[int, Plan] = {}
         self._masks = MaskedBackward()
+        self._nodes = threading.local()  # .last: the node that this thread told of
+        #: The code whose frames have ``func``, ``args``, ``kwargs`` and ``answered`` of a call that runs without us.
+        self.gate_code: Any = None
         self._computer = Computer(device, self.known, limit_bytes)
-        surroundings.pass_higher_order_operators(Mirror)
+        versions.pass_higher_order_operators(Mirror)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -79,7 +90,7 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
             route = _route(types)
             if route is not None:
                 return func(*args, **(kwargs or {})) if route else NotImplemented
-        answered: list[Any] = []  # noqa: F841 - for on_read, which finds it in this frame
+        answered: list[Any] = []  # noqa: F841 - on_read finds it in this frame: an iterator, then what it could not say
         plan = self._plans.get(id(func)) or self._plan(func)
         call = plan.call
         out = call(*args, **kwargs) if kwargs else call(*args)
@@ -157,7 +168,7 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
             self._device.zero(address, size)
 
     def _read(self, address: int, size: int) -> None:
-        frame, direct = _dispatch_frame(self)
+        frame, direct = self._frame()
         entry = self.known.at(address, size)
         if entry is not None:
             if entry.pattern is not None and size <= self._limit_bytes:
@@ -168,7 +179,10 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
             func, args, kwargs = told["func"], told["args"], told["kwargs"]
             if direct and self._answer(told["answered"], func, args, kwargs, address, size):
                 return
-            self._unknown_in_operator(func, args, address, size)
+            if size == 1 and validates(frame):
+                self._put(address, b"\1")
+            else:
+                self._unknown_in_operator(func, args, told["answered"], address, size)
             return
         node = torch._C._current_autograd_node()
         count = self._masks.next_count(node) if node is not None and size in (4, 8) else None
@@ -177,18 +191,55 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
             return
         if size > SCALAR_BYTES and self._device.from_host(address, size):
             return  # C++ sent it there and reads it back; a scalar's address is reused too soon to be sure
-        self._device.zero(address, size)
-        self._on_unknown(node.name() if node is not None else "copy to the host", node is not None or None)
+        if node is None:
+            self._device.zero(address, size)
+            self._on_unknown("copy to the host", None)
+            return
+        if is_check(node.name(), size, self._device.last_kernel()):
+            self._put(address, b"\1")
+            return
+        before, self._nodes.last = getattr(self._nodes, "last", None), node._sequence_nr()
+        self._read_as(address, size, assumed_by(node, size, first=before != self._nodes.last))
+        self._on_unknown(node.name(), not (size == 1 and node.name().startswith("Linalg")))  # error codes
+
+    def _read_as(self, address: int, size: int, data: bytes | None) -> None:
+        if data is not None and len(data) == size:
+            self._put(address, data)
+        else:
+            self._device.zero(address, size)
+
+    def _frame(self) -> tuple[Any, bool]:
+        """Return the frame of the operator this thread is in, and whether the operator itself is reading.
+
+        It is not when a custom operator written in Python runs others, which the mode does not see. Where the mode is
+        not on, the frame is the gate's, of the function that it let pass.
+        """
+        frame: Any = sys._getframe(1)
+        direct = True
+        for _ in range(64):
+            if frame is None:
+                break
+            code = frame.f_code
+            if code is _DISPATCH_CODE and frame.f_locals.get("self") is self:
+                return frame, direct
+            if code is self.gate_code and direct:
+                return frame, True
+            if code.co_filename not in _OWN_FILES:
+                direct = False
+            frame = frame.f_back
+        return None, False
 
     def _answer(self, answered: list[Any], func: Any, args: Any, kwargs: Any, address: int, size: int) -> bool:
         try:
             with Bare():
                 if not answered:
-                    answered.append(self._expected(func, args, kwargs))
+                    answered.append(self._expected(func, args, kwargs or {}))
                 answer = next(answered[0], None)
                 while isinstance(answer, bytes) and len(answer) != size:
                     answer = next(answered[0], None)
         except Exception:  # noqa: BLE001 - NotHere, or an operator that the CPU does not have
+            if not answered:
+                answered.append(iter(()))
             return False
         if answer is None:
             return False
@@ -199,20 +250,21 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         return True
 
     def _expected(self, func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-        expected = expected_reads(func, args, kwargs, self.known)
-        if func._schema.name in MASKED:
+        name = _name_of(func)
+        expected = expected_reads(name, func, args, kwargs, self.known)
+        if name in MASKED:
             counts = list(expected)
             self._masks.remember(args, counts)
             return iter(counts)
         return expected
 
-    def _unknown_in_operator(self, func: Any, args: Any, address: int, size: int) -> None:
-        schema = getattr(func, "_schema", None)
-        name = schema.name if schema is not None else str(func)
-        if size == 1 and name in CHECKED:
+    def _unknown_in_operator(self, func: Any, args: Any, answered: list[Any], address: int, size: int) -> None:
+        name = _name_of(func)
+        if is_check(name, size, self._device.last_kernel()):
             self._put(address, b"\1")
             return
-        self._device.zero(address, size)
+        self._read_as(address, size, assumed(name, args, size, first=len(answered) <= 1))
+        answered.append(size)
         place = 1 if name == "aten::copy_" else 0
         dtype = next((t.dtype for t in tensors_in(list(args)[place:])), None)
         operation = f"{name} ({str(dtype).partition('.')[2]})" if dtype is not None else name
@@ -254,6 +306,15 @@ class KeptValues:
             return
 
 
+def _name_of(func: Any) -> str:
+    """Return "aten::nonzero" for an operator, and for the function of torch's that the gate saw."""
+    schema = getattr(func, "_schema", None)
+    if schema is not None:
+        return str(schema.name)
+    name = getattr(func, "__name__", "")
+    return f"aten::{name}" if name else str(func)
+
+
 def _route(types: Any) -> bool | None:
     """Say what to do with an operator on tensor subclasses; None when they are plain tensors after all.
 
@@ -273,25 +334,6 @@ def _beyond(value: Any) -> bool:
             return True
         value = value[0] if value else None
     return isinstance(value, torch.Tensor) and value.dtype in FLOATS and value.numel() > TINY
-
-
-def _dispatch_frame(mirror: Mirror) -> tuple[Any, bool]:
-    """Return the frame of the operator this thread is in, and whether the operator itself is reading.
-
-    It is not when a custom operator written in Python runs others, which the mode does not see.
-    """
-    frame: Any = sys._getframe(1)
-    direct = True
-    for _ in range(64):
-        if frame is None:
-            break
-        code = frame.f_code
-        if code is _DISPATCH_CODE and frame.f_locals.get("self") is mirror:
-            return frame, direct
-        if code.co_filename not in _OWN_FILES:
-            direct = False
-        frame = frame.f_back
-    return None, False
 
 
 _DISPATCH_CODE = Mirror.__torch_dispatch__.__code__

@@ -1,9 +1,8 @@
 """Compiling the stand-in libraries for one installed torch.
 
 For each NVIDIA library that will not start without a driver: the functions of ``driver/<name>.c`` plus, for every
-other function that the real library exports, one that answers "success" and does nothing, under the real library's
-SONAME and symbol versions. Where a header gives a prototype, functions that create something answer a handle, and
-size queries answer 0 and tell the observer that a size is not known.
+other function that the real library exports, one that answers "success" and does nothing (``prototypes``), under the
+real library's SONAME and symbol versions.
 """
 
 from __future__ import annotations
@@ -25,18 +24,11 @@ from elftools.elf.elffile import ELFFile
 
 import oomproof
 from oomproof.errors import BuildError, EnvironmentMissingError
+from oomproof.phantom import prototypes
 from oomproof.phantom.standins import DEVICE_LIBRARY, DRIVER, MANIFEST, STEMS, library_folders, read_manifest
 
-#: Headers whose prototypes say which functions create handles and which answer sizes.
-PROTOTYPE_HEADERS = {
-    "libcublas": ("cublas_api.h",),
-    "libcufft": ("cufft.h", "cufftXt.h"),
-    "libcusolver": ("cusolverDn.h", "cusolverSp.h", "cusolverRf.h"),
-    "libcusparse": ("cusparse.h",),
-}
-
 SOURCES = {stem: stem.removeprefix("lib") + ".c" for stem in STEMS} | {"libnvidia-ml": "nvml.c"}
-DEVICE_SOURCES = ("device.c", "memory.c", "values.c", "exchange.c")
+DEVICE_SOURCES = ("device.c", "kernels.c", "memory.c", "values.c", "exchange.c")
 VERSION_MACROS = {
     "OOM_CUBLAS_VERSION": (
         "cublas_api.h",
@@ -47,7 +39,6 @@ VERSION_MACROS = {
     "OOM_NCCL_VERSION": ("nccl.h", r"#define NCCL_VERSION_CODE (\d+)", (1,)),
 }
 FLAGS = ("-std=c11", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
-NVML_NOT_SUPPORTED = 3
 
 
 @dataclass(slots=True)
@@ -142,7 +133,8 @@ def _compile_all(torch: Path, scratch: Path) -> dict[str, object]:
             objects.append(str(target))
         rest = sorted(set(library.versions) - own)
         stubs = work / f"{library.stem}_rest.c"
-        stubs.write_text(_stub_source(library.stem, rest, includes))
+        headers = "".join(_read_header(includes, name) for name in prototypes.HEADERS.get(library.stem, ()))
+        stubs.write_text(prototypes.source(library.stem, rest, prototypes.parse(headers)))
         target = work / f"{library.stem}_rest.o"
         _run([*compiler, *FLAGS, "-fno-builtin", f"-I{DRIVER}", "-c", str(stubs), "-o", str(target)])
         objects.append(str(target))
@@ -214,7 +206,8 @@ def find_libraries(torch: Path, includes: list[Path]) -> list[Library]:
             if dynamic is None:
                 continue
             for tag in dynamic.iter_tags("DT_NEEDED"):
-                stem = tag.needed.partition(".so")[0]
+                # auditwheel puts a hash in the name of what it bundles: libcusparseLt-f80c68d1.so.0 in torch 2.4
+                stem = re.sub(r"-[0-9a-f]{8}$", "", tag.needed.partition(".so")[0])
                 if stem in STEMS:
                     needed.setdefault(stem, tag.needed)
             for name, version in _undefined(elf):
@@ -231,6 +224,8 @@ def find_libraries(torch: Path, includes: list[Path]) -> list[Library]:
             library.versions = dict.fromkeys(_nvml_names(), "")
         elif real is not None:
             library.versions = exported_functions(real)
+            if stem == "libcusparseLt":  # before 0.8 it exports the CUDA runtime that is linked into it as well
+                library.versions = {n: v for n, v in library.versions.items() if n.startswith("cusparseLt")}
         library.versions.update(asked.get(library.soname, {}))
         libraries.append(library)
     return libraries
@@ -307,53 +302,6 @@ def _nvml_names() -> list[str]:
     if spec is None or spec.origin is None:
         raise EnvironmentMissingError("nvidia-ml-py is not installed beside oomproof; pip install nvidia-ml-py")
     return sorted(set(re.findall(r"[\"'](nvml[A-Z]\w+)[\"']", Path(spec.origin).read_text())))
-
-
-def _prototypes(stem: str, includes: list[Path]) -> dict[str, list[str]]:
-    """Return function -> parameter types with names, as the headers write them."""
-    found = {}
-    for header in PROTOTYPE_HEADERS.get(stem, ()):
-        for name, parameters in re.findall(r"\b(cu[a-z]+\w+)\s*\(([^(){};]*)\)\s*;", _read_header(includes, header)):
-            found[name] = [" ".join(p.split()) for p in parameters.split(",")]
-    return found
-
-
-def _stub_source(stem: str, names: list[str], includes: list[Path]) -> str:
-    """Return C for functions that do nothing; where the prototype is known, outputs are set."""
-    prototypes = _prototypes(stem, includes)
-    default = NVML_NOT_SUPPORTED if stem == "libnvidia-ml" else 0
-    lines = ['#include "device.h"', '#define API __attribute__((visibility("default")))']
-    for name in names:
-        if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            continue
-        parameters, body = _outputs(stem, name, prototypes.get(name, []))
-        lines.append(
-            f"API long {name}({parameters}); API long {name}({parameters}) {{ TRACE(); {body}return {default}; }}"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def _outputs(stem: str, name: str, parameters: list[str]) -> tuple[str, str]:
-    creates = re.search(r"[cC]reate", name) is not None
-    sizes = re.search(r"[bB]ufferSize|[wW]orkspaceSize|Get", name) is not None
-    if not parameters or not (creates or sizes):
-        return "void", ""
-    declared, body = [], ""
-    for index, parameter in enumerate(parameters):
-        floating = re.fullmatch(r"(?:const )?(float|double)(?: \w+)?", parameter)
-        declared.append(f"{floating[1] if floating else 'uintptr_t'} p{index}")
-        pointer = re.match(r"(?:const )?(\w+) ?\* ?(\w*)(?:\[\])?$", parameter)
-        if pointer is None or parameter.startswith("const"):
-            continue
-        if creates and pointer[1].endswith(("_t", "Info")) and pointer[1] not in ("size_t", "int64_t") and not body:
-            body += f"if (p{index}) *(uint64_t *)p{index} = oom_new_handle(); "
-        elif sizes and pointer[1] in ("int", "size_t", "int64_t"):
-            width = "uint64_t" if pointer[1] != "int" else "uint32_t"
-            body += f"if (p{index}) *({width} *)p{index} = 0; "
-    if re.search(r"[bB]ufferSize|[wW]orkspaceSize", name):
-        body += f'oom_event(OOM_EVENT_OPTIONAL_WORKSPACE, 0, 0, "{stem.removeprefix("lib")}: {name[:40]}"); '
-    unused = "".join(f"(void)p{i}; " for i in range(len(parameters)))
-    return ", ".join(declared), unused + body
 
 
 def _version_script(library: Library, own: set[str]) -> str:

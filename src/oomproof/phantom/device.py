@@ -60,6 +60,7 @@ class EventStruct(ctypes.Structure):
 
 
 READ_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t)
+ANSWER_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
 
 class Device:
@@ -67,7 +68,8 @@ class Device:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self._callback: Any = None  # keeps the ctypes trampoline alive
+        self._callback: Any = None  # these keep the ctypes trampolines alive
+        self._answer_callback: Any = None
         library.oom_process_peak.restype = ctypes.c_uint64
         library.oom_device_peak.restype = ctypes.c_uint64
         library.oom_host_peak.restype = ctypes.c_uint64
@@ -77,6 +79,7 @@ class Device:
         library.oom_fill.argtypes = (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_size_t)
         library.oom_fill.restype = None
         library.oom_unanswered.restype = ctypes.c_uint64
+        library.oom_last_kernel.restype = ctypes.c_char_p
 
     def configure(
         self,
@@ -154,6 +157,16 @@ class Device:
     def next_split(self, ranks: int) -> None:
         """Say how many ranks the communicators have that are now split off others; 0 for as many as their parent."""
         self._library.oom_next_split(ranks)
+
+    def last_kernel(self) -> str:
+        """Return the mangled name of the kernel that this thread launched last, "" for none or one of a JIT's."""
+        name: bytes = self._library.oom_last_kernel()
+        return name.decode()
+
+    def on_answer(self, callback: Callable[[str], None]) -> None:
+        """Call ``callback(what)`` when a library answers with a number that only a kernel could have computed."""
+        self._answer_callback = ANSWER_CALLBACK(lambda what: callback(what.decode()))
+        self._library.oom_on_answer(self._answer_callback)
 
     def take_events(self) -> list[tuple[int, int, int, int, int, str]]:
         """Return and forget the events so far: (time in ns, kind, device, address, bytes, what)."""

@@ -22,7 +22,7 @@ MANIFEST = "manifest.json"
 #: Stems of the replaced libraries, in loading order: a library comes after those it asks for functions.
 STEMS = (
     "libcuda", "libnvidia-ml", "libcudart", "libcublasLt", "libcublas",
-    "libcudnn", "libcufft", "libcusparse", "libcusolver", "libnccl",
+    "libcudnn", "libcufft", "libcusparse", "libcusparseLt", "libcusolver", "libnccl",
 )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def find_torch() -> Path:
 def library_folders(torch: Path) -> list[Path]:
     """Return the folders that torch's libraries search for NVIDIA's, the wheels' own first."""
     site = torch.parent
-    folders = [*sorted(site.glob("nvidia/*/lib")), torch / "lib"]
+    folders = [*sorted(site.glob("nvidia/*/lib")), site / "cusparselt" / "lib", torch / "lib"]
     folders += [Path(p) for p in os.environ.get("LD_LIBRARY_PATH", "").split(":") if p]
     folders += [Path("/usr/local/cuda/lib64"), Path(sys.prefix) / "lib"]
     return [folder for folder in folders if folder.is_dir()]
@@ -69,11 +69,13 @@ def cache_root() -> Path:
 def fingerprint(torch: Path) -> str:
     """Return a name for the stand-ins of this torch: it changes when torch, NVIDIA's libraries or the driver do."""
     digest = hashlib.sha256()
-    for source in sorted([*DRIVER.rglob("*.[ch]"), *Path(__file__).parent.glob("build*.py")]):
+    for source in sorted(
+        [*DRIVER.rglob("*.[ch]"), *Path(__file__).parent.glob("build*.py"), Path(__file__).with_name("prototypes.py")]
+    ):
         digest.update(source.read_bytes())
     libraries = [torch / "lib" / "libtorch_cuda.so"]
     for folder in library_folders(torch):
-        libraries += sorted(p for stem in STEMS for p in folder.glob(f"{stem}.so*"))
+        libraries += sorted(p for stem in STEMS for p in (*folder.glob(f"{stem}.so*"), *folder.glob(f"{stem}-*.so*")))
     for library in libraries:
         status = library.stat()
         digest.update(f"{library}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())

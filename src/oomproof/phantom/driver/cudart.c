@@ -874,6 +874,40 @@ API void **__cudaRegisterFatBinary(void *binary) {
     return &registered;
 }
 
+API void __cudaRegisterFunction(void **binary, const char *function, char *device_function, const char *name,
+                                int thread_limit, void *thread, void *block, dim3 *block_size, dim3 *grid_size,
+                                int *warp_size) {
+    (void)binary, (void)device_function, (void)thread_limit, (void)thread, (void)block, (void)block_size;
+    (void)grid_size, (void)warp_size;
+    oom_register_kernel(function, name);
+}
+
+API cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared,
+                                 cudaStream_t stream) {
+    TRACE();
+    (void)grid, (void)block, (void)arguments, (void)shared, (void)stream;
+    oom_launched(function);
+    return cudaSuccess;
+}
+
+/* What nvcc calls from CUDA 13 on; the kernel comes from __cudaGetKernel. */
+API cudaError_t __cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
+                                   cudaStream_t stream) {
+    return cudaLaunchKernel(kernel, grid, block, arguments, shared, stream);
+}
+
+API cudaError_t cudaLaunchCooperativeKernel(const void *function, dim3 grid, dim3 block, void **arguments,
+                                            size_t shared, cudaStream_t stream) {
+    return cudaLaunchKernel(function, grid, block, arguments, shared, stream);
+}
+
+API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *configuration, const void *function, void **arguments) {
+    TRACE();
+    (void)configuration, (void)arguments;
+    oom_launched(function);
+    return cudaSuccess;
+}
+
 API char __cudaInitModule(void **handle) {
     (void)handle;
     return 1;

@@ -96,6 +96,16 @@ OOM_EXPORT void oom_fill(void *to, uint32_t value, size_t width, size_t count);
 OOM_EXPORT int oom_from_host(const void *pointer, size_t size); /* 1: these bytes are a copy of the host's */
 OOM_EXPORT uint64_t oom_refused(void);                          /* allocations that failed for want of memory */
 OOM_EXPORT void oom_on_read(void (*callback)(const void *from, size_t size));
+OOM_EXPORT void oom_succeeded(void *codes, size_t count); /* a library's int error codes, on the device or the host */
+
+/* A library hands the host a number that a kernel would have computed; `what` is told like a read. */
+OOM_EXPORT void oom_on_answer(void (*callback)(const char *what));
+OOM_EXPORT void oom_answer(const char *what);
+
+/* Kernels. */
+OOM_EXPORT void oom_register_kernel(const void *function, const char *name);
+OOM_EXPORT void oom_launched(const void *function); /* NULL: one that nobody registered */
+OOM_EXPORT const char *oom_last_kernel(void);       /* mangled name of the last one that this thread launched, or "" */
 
 OOM_EXPORT int oom_values_kept(void); /* 0 where the system forbids overcommit: device memory cannot be touched */
 OOM_EXPORT void oom_note_values(const void *pointer, size_t size, int known); /* after writing to it directly */

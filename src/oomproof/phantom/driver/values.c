@@ -97,6 +97,22 @@ void oom_fill(void *to, uint32_t value, size_t width, size_t count) {
     }
 }
 
+void oom_succeeded(void *codes, size_t count) {
+    if (!codes) return;
+    if (oom_is_device_address(codes))
+        oom_fill(codes, 0, sizeof(int), count);
+    else
+        *(int *)codes = 0; /* the batched calls of cuBLAS that check their arguments on the host */
+}
+
+static void (*answer_callback)(const char *);
+
+void oom_on_answer(void (*callback)(const char *)) { answer_callback = callback; }
+
+void oom_answer(const char *what) {
+    if (answer_callback) answer_callback(what);
+}
+
 /* ---- the observer's log --------------------------------------------------------------------------------------------------- */
 
 #define EVENT_CAPACITY 65536

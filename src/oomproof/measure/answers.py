@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from oomproof.measure import versions
 from oomproof.measure.known import FLOATS, Known, NotHere, tensors_in
 
 #: Operators that size an allocation by what they read.
@@ -50,8 +51,8 @@ VERDICTS = frozenset(("aten::equal", "aten::allclose", "aten::is_nonzero"))
 #: Operators by which the script itself asks.
 ASKED = VERDICTS | frozenset("aten::" + n for n in ("item", "_local_scalar_dense", "_to_copy", "to", "copy_"))
 
-#: In the names of the kernels of ``Tensor.all()``.
-_ALL = "and_kernel_cuda"
+#: In the names of the kernels of ``Tensor.all()`` and of ``a & b`` of booleans.
+_ALL = ("and_kernel_cuda", "BitwiseAndFunctorIbE")
 
 
 def is_check(operation: str, size: int, last_kernel: str) -> bool:
@@ -60,7 +61,7 @@ def is_check(operation: str, size: int, last_kernel: str) -> bool:
     That the input is finite, the repeats are not negative, the loss is well-defined. It asks ``any()`` for errors,
     which zero denies.
     """
-    return size == 1 and operation not in ASKED and _ALL in last_kernel
+    return size == 1 and operation not in ASKED and any(name in last_kernel for name in _ALL)
 
 
 def affects_memory(operation: str, dtype: Any) -> bool | None:
@@ -247,9 +248,8 @@ def assumed_by(node: Any, size: int, *, first: bool) -> bytes | None:
     """Return what a node of the backward pass reads, as ``assumed`` does."""
     if node.name() != "LinalgMatrixExpBackward0":
         return None
-    gradient = node._input_metadata[0]  # backward computes the exponential of a matrix of twice the size
-    shape = (*gradient.shape[:-2], *(2 * int(n) for n in gradient.shape[-2:]))
-    return _matrix_exponential(shape, gradient.dtype, size, first)
+    shape, dtype = versions.gradient_of(node)
+    return _matrix_exponential((*shape[:-2], 2 * shape[-2], 2 * shape[-1]), dtype, size, first)
 
 
 class MaskedBackward:
@@ -283,8 +283,7 @@ class MaskedBackward:
         if name == self._SLICES:
             key: tuple[int, tuple[int, ...] | None] = (number - 1, None)
         elif name in self._NODES:
-            sizes = node._saved_self_sym_sizes if name.endswith("IndexBackward0") else node._input_metadata[0].shape
-            key = (number, tuple(int(size) for size in sizes))
+            key = (number, self._shape(node, name))
         else:
             return None
         counts = self._counts.get(key)
@@ -294,3 +293,9 @@ class MaskedBackward:
         at = place["at"] + 1 if place.get("key") == key else 0
         place.update(key=key, at=at)
         return counts[at % len(counts)]
+
+    @staticmethod
+    def _shape(node: Any, name: str) -> tuple[int, ...] | None:
+        if name.endswith("IndexBackward0"):
+            return tuple(int(size) for size in node._saved_self_sym_sizes)
+        return versions.shape_of_gradient(node)

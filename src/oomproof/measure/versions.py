@@ -80,3 +80,22 @@ def seeded(func: Any) -> Any:
     packet, overload = func.overloadpacket, func._overloadname
     name = "generator" if overload == "default" else overload + "_generator"
     return getattr(packet, name) if name in packet.overloads() else None
+
+
+def shape_of_gradient(node: Any) -> tuple[int, ...] | None:
+    """Return the shape of the first gradient that a node of the backward pass is given; None before 2.5."""
+    if not hasattr(node, "_input_metadata"):
+        return None
+    return tuple(int(size) for size in node._input_metadata[0].shape)
+
+
+def gradient_of(node: Any) -> tuple[tuple[int, ...], Any]:
+    """Return shape and dtype of the gradient of an operator that keeps the shape of its input.
+
+    Before 2.5 they are those of the saved input, whose saved-tensor hooks run for that.
+    """
+    shape = shape_of_gradient(node)
+    if shape is not None:
+        return shape, node._input_metadata[0].dtype
+    saved = node._saved_self
+    return tuple(saved.shape), saved.dtype

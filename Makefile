@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 GPU ?= t4
 TORCH := torch==2.14.1 torchvision==0.29.1
+# The other tested versions (oomproof.measure.versions); all run on Python 3.10 to 3.12.
+VERSIONS ?= 2.4.1 2.6.0 2.11.0
+PYTHONS ?= $(VERSIONS:%=$(CURDIR)/.venv-%/bin/python)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input --quiet
 
 .PHONY: demo test check test-versions environment clean
@@ -21,10 +24,19 @@ check: environment
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/unit
 
-# The same tests with the torch of other interpreters: make test-versions PYTHONS="a/bin/python b/bin/python"
-test-versions: environment
-	set -e; for python in $(PYTHONS); do \
-	    OOMPROOF_TEST_PYTHON=$$python $(BIN)/python -m pytest tests/phantom; done
+# tests/phantom with other versions of torch: each gets an environment of its own (5 GB) with nothing but torch in it.
+# Interpreters that are there already: make test-versions PYTHONS="a/bin/python b/bin/python"
+test-versions: environment $(if $(filter file,$(origin PYTHONS)),$(VERSIONS:%=.venv-%/stamp))
+	failed=; for python in $(PYTHONS); do \
+	    echo "== $$python"; \
+	    OOMPROOF_TEST_PYTHON=$$python $(BIN)/python -m pytest tests/phantom || failed="$$failed $$python"; \
+	done; test -z "$$failed" || { echo "failed with:$$failed" >&2; exit 1; }
+
+.venv-%/stamp:
+	$(PYTHON) -m venv .venv-$*
+	@echo "installing torch $* into .venv-$*, 5 GB; this happens once" >&2
+	.venv-$*/bin/python -m pip install --disable-pip-version-check --no-input --quiet torch==$*
+	touch $@
 
 environment: $(VENV)/stamp
 
@@ -36,4 +48,4 @@ $(VENV)/stamp: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache

@@ -17,14 +17,28 @@ from oomproof.measure import communicators
 from oomproof.measure import measurement as m
 from oomproof.phantom import world
 
+#: Why each library's workspaces could raise the peak by more than what was counted.
 WORKSPACE_REASONS = {
     "cuDNN convolution": "cuDNN may ask for a workspace to run faster; PyTorch takes the first plan whose workspace "
     "can be allocated, so it is never the cause of an out-of-memory error. Which plan that is, is not public. "
     "The bound is one copy of each tensor of the convolution",
     "cuDNN attention": "cuDNN's attention kernels ask for a workspace whose size is not public; the bound is one copy "
     "of each of its tensors",
-    "cuDNN RNN": "the size of cuDNN's reserve space is not public; counted is what a backward pass must keep, the "
-    "bound is twice that",
+    "cuDNN RNN": "more than was counted: reserve space and workspace follow figures published for cuDNN 6 and 7, the "
+    "bound is twice as much and four values for each time step",
+    "cuDNN dropout": "more than was counted: 16 bytes of generator state for each resident thread, at most 48",
+    "cuDNN CTC loss": "the workspace is not public; the bound is two copies of the probabilities",
+    "cuDNN batch normalisation (NHWC)": "the spaces of the persistent kernels are not public; the bound is one copy of "
+    "the input",
+    "cuFFT": "more than was counted, one copy of the complex data as in published figures; NVIDIA documents eight "
+    "copies as the most",
+    "cuSOLVER": "its workspaces are not public and counted as 0; the bound is what LAPACK documents for the same "
+    "routine (2 n^2 for eigenvectors, 4 n^2 for singular vectors, else one matrix) and 4 MiB",
+    "cuSPARSE": "its buffers are not public and counted as 0; the bound is one copy of the sparse matrices (two for "
+    "triangular solves) and of the result",
+    "cuSPARSE product": "the buffer of a product of sparse matrices is not public and counted as 0; the bound is 64 "
+    "bytes for each product of two elements, as in the one published figure",
+    "cuSPARSELt": "its workspaces are not public and counted as 0; the bound is one dense copy of the matrix",
 }
 WORKSPACE_REASON = "the library may ask for a workspace whose size is not public; the bound is a copy of its data"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,18 +15,17 @@ from typing import Any
 TESTED = ("2.4.1", "2.6.0", "2.11.0", "2.14.1")
 
 
-def parse(version: str) -> tuple[int, int]:
-    """Return (2, 14) for "2.14.1+cu130"; raises ValueError for what is no version."""
-    major, minor = version.split(".")[:2]
-    return int(major), int("".join(c for c in minor if c.isdigit()))
+def numbers(version: str) -> tuple[int, ...]:
+    """Return (2, 14, 1) for "2.14.1+cu130", (2, 15, 0) for "2.15.0a0+git1234"."""
+    return tuple(int(found) for found in re.findall(r"\d+", re.split(r"[+a-zA-Z]", version)[0]))
 
 
 def note(version: str) -> str | None:
     """Return what the report says of a torch outside the tested range, None inside it."""
     oldest, newest = TESTED[0], TESTED[-1]
-    if parse(oldest) <= parse(version) <= parse(newest):
+    if numbers(oldest)[:2] <= numbers(version)[:2] and numbers(version) <= numbers(newest):
         return None
-    age = "older" if parse(version) < parse(oldest) else "newer"
+    age = "newer" if numbers(version) > numbers(newest) else "older"
     return f"torch {version} is {age} than those that oomproof is tested with, {oldest} to {newest}"
 
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oomproof.errors import EnvironmentMissingError
+from oomproof.measure import versions
 from oomproof.phantom import launch, standins
 
-MINIMUM_TORCH = (2, 4)
-NEWEST_TESTED_TORCH = (2, 14)
 ROOM_BYTES = 8 << 20  # one set of stand-ins
 
 
@@ -105,20 +104,10 @@ def _torch() -> tuple[Path | None, list[Check]]:
     if not (folder / "lib" / "libtorch_cuda.so").exists():
         cure = "install the CUDA build over it: pip install --force-reinstall torch (from PyPI, on Linux)"
         return None, [Check(what="torch", ok=False, found=f"{version}, a build without CUDA", cure=cure)]
-    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
-    if numbers < MINIMUM_TORCH:
-        return None, [
-            Check(
-                what="torch",
-                ok=False,
-                found=version,
-                cure="torch 2.4 or newer is needed: pip install -U torch",
-            )
-        ]
     checks = [Check(what="torch", ok=True, found=f"{version} in {folder}")]
-    if numbers > NEWEST_TESTED_TORCH:
-        newest = ".".join(map(str, NEWEST_TESTED_TORCH))
-        checks.append(Check(what="torch", ok=None, found=f"newer than any tested one ({newest}); tell us if it fails"))
+    untested = versions.note(version)
+    if untested is not None:
+        checks.append(Check(what="torch", ok=None, found=f"{untested}; tell us if it fails"))
     return folder, checks
 
 

@@ -1,6 +1,6 @@
 /* libcudnn: the backend (graph) API that convolutions and attention use, recurrent networks, and the older calls.
  *
- * Optional workspaces are never asked for. What a real cuDNN could have asked for is told to the observer as an
+ * Optional workspaces are not asked for. What a real cuDNN could have asked for is told to the observer as an
  * upper bound, since the choice among its plans is not public. */
 #include "device.h"
 
@@ -526,8 +526,12 @@ API cudnnStatus_t cudnnGetRNNWeightParams(cudnnHandle_t handle, cudnnRNNDescript
     return CUDNN_STATUS_SUCCESS;
 }
 
-/* The real sizes are not public. Training must at least keep, per layer, direction and time step, the gates, the cell
- * state and the layer's output; as much again, and one time step's gates as workspace, is the upper bound told. */
+/* From what is public, with T time steps, B sequences, L layers, D directions, H hidden values and G gates:
+ *   reserve space  T B H D (k L + L - 1) elements, k = 5 for LSTM, 6 for GRU: 736,000,000 and 864,000,000 bytes for 4
+ *                  layers of 320 and T B = 25,000 (PyTorch issue 2895). For plain RNNs k = 1, what backward must have.
+ *   workspace      a copy of the weights and B H D L (3 G - 1) elements: 17,730,560 and 13,169,920 bytes in the same issue
+ * These are of cuDNN 6 and 7. A later one took a workspace of 21,496,576 bytes for T = 20, L = 2, H = 512, B = 64, plain
+ * RNN, padded (TensorFlow pull request 30889), so the upper bound adds four values for each time step. */
 API cudnnStatus_t cudnnGetRNNTempSpaceSizes(cudnnHandle_t handle, cudnnRNNDescriptor_t descriptor,
                                             cudnnForwardMode_t mode, cudnnRNNDataDescriptor_t x, size_t *workspace,
                                             size_t *reserve) {
@@ -535,21 +539,25 @@ API cudnnStatus_t cudnnGetRNNTempSpaceSizes(cudnnHandle_t handle, cudnnRNNDescri
     (void)handle;
     const struct rnn *rnn = (const struct rnn *)descriptor;
     const struct rnn_data *data = (const struct rnn_data *)x;
-    size_t cells = (size_t)data->batch * (size_t)rnn->hidden * (size_t)rnn->layers * (size_t)rnn->directions;
-    size_t per_step = cells * (size_t)(gates(rnn) + 1 + (rnn->mode == CUDNN_LSTM)) * type_size(rnn->type);
-    size_t kept = mode == CUDNN_FWD_MODE_TRAINING ? per_step * (size_t)data->steps : 0;
-    if (workspace) *workspace = per_step;
+    size_t layers = (size_t)rnn->layers, per_gate = rnn->mode == CUDNN_LSTM ? 5 : rnn->mode == CUDNN_GRU ? 6 : 1;
+    size_t values = (size_t)data->batch * (size_t)rnn->hidden * (size_t)rnn->directions * type_size(rnn->type);
+    size_t kept = mode == CUDNN_FWD_MODE_TRAINING ? values * (size_t)data->steps * (per_gate * layers + layers - 1) : 0;
+    size_t scratch = offset_of(rnn, -1, -1, 0) * type_size(rnn->type) + values * layers * (3 * (size_t)gates(rnn) - 1);
+    if (workspace) *workspace = scratch;
     if (reserve) *reserve = kept;
-    oom_event(OOM_EVENT_OPTIONAL_WORKSPACE, NULL, kept + per_step * (size_t)data->steps, "cuDNN RNN");
+    oom_event(OOM_EVENT_OPTIONAL_WORKSPACE, NULL, kept + scratch + 4 * values * layers * (size_t)data->steps, "cuDNN RNN");
     return CUDNN_STATUS_SUCCESS;
 }
 
-/* One generator state for each thread that can be resident: the size cuDNN asks for is not public. */
+/* One generator state for each thread that can be resident. Which generator is not public: 16 bytes are Philox's
+ * counter, 48 a state of cuRAND's default. */
 API cudnnStatus_t cudnnDropoutGetStatesSize(cudnnHandle_t handle, size_t *size) {
     TRACE();
     (void)handle;
     const struct oom_gpu *gpu = oom_gpu(oom_current_device());
-    *size = gpu ? (size_t)gpu->sm_count * (size_t)gpu->threads_per_sm * 16 : 0;
+    size_t threads = gpu ? (size_t)gpu->sm_count * (size_t)gpu->threads_per_sm : 0;
+    *size = threads * 16;
+    oom_event(OOM_EVENT_OPTIONAL_WORKSPACE, NULL, threads * 32, "cuDNN dropout");
     return CUDNN_STATUS_SUCCESS;
 }
 

@@ -419,12 +419,18 @@ def test_other_ways_of_running_are_left_alone(child: Any) -> None:
             y, count = x @ x, count + 1
         graph.replay()
         r["graph"] = list(y.shape)
-        from torch.nn.attention.flex_attention import flex_attention
         q = torch.randn(1, 2, 128, 64, device="cuda")
+        try:
+            from torch.nn.attention.flex_attention import flex_attention
+        except ImportError:  # torch 2.4
+            flex_attention = F.scaled_dot_product_attention
         r["flex"] = list(flex_attention(q, q, q).shape)
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+        try:
+            from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+        except ImportError:  # torch 2.4
+            from torch.distributed._tensor import Replicate, Shard, distribute_tensor
         from torch.testing._internal.distributed.fake_pg import FakeStore
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
         mesh = init_device_mesh("cuda", (4,))

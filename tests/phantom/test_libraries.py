@@ -193,6 +193,11 @@ def dense_algebra():
                 *(lambda out: out if isinstance(out, tuple) else (out,))(getattr(lin, name)(draw(8, 8, dtype=dtype)))
             )
     cases["low rank"] = lambda: backward(*torch.svd_lowrank(draw(50, 40)))
+    cases["MAGMA"] = lambda: (
+        torch.backends.cuda.preferred_linalg_library("magma"),
+        backward(*lin.eigh(draw(40, 40)), lin.cholesky(definite(40, 40))),
+        torch.backends.cuda.preferred_linalg_library("default"),
+    )
     cases["orthogonal"] = lambda: torch.nn.init.orthogonal_(torch.empty(40, 20, device="cuda"))
     attempt(cases)
 

@@ -174,6 +174,9 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
             if entry.pattern is not None and size <= self._limit_bytes:
                 self._put(address, entry.pattern * (size // len(entry.pattern)))
             return
+        bare = frame is None or frame.f_code is self.gate_code
+        if bare and size > SCALAR_BYTES and self._device.from_host(address, size):
+            return  # C++ sent it there and reads it back; a scalar's address is reused too soon to be sure
         if frame is not None:
             told = frame.f_locals
             func, args, kwargs = told["func"], told["args"], told["kwargs"]
@@ -189,8 +192,6 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         if count is not None:
             self._put(address, count.to_bytes(size, sys.byteorder))
             return
-        if size > SCALAR_BYTES and self._device.from_host(address, size):
-            return  # C++ sent it there and reads it back; a scalar's address is reused too soon to be sure
         if node is None:
             self._device.zero(address, size)
             self._on_unknown("copy to the host", None)

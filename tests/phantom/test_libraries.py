@@ -84,6 +84,10 @@ def recurrent():
 
 def normalisation_and_attention():
     """Batch norm in both layouts and modes; every attention backend that the GPU has."""
+    import os
+
+    os.environ["TORCH_CUDNN_SDPA_ENABLED"] = "1"  # a switch of torch 2.4
+
     import torch
     from torch import nn
     from torch.nn.attention import SDPBackend, sdpa_kernel

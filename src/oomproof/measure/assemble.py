@@ -24,8 +24,8 @@ WORKSPACE_REASONS = {
     "The bound is one copy of each tensor of the convolution",
     "cuDNN attention": "cuDNN's attention kernels ask for a workspace whose size is not public; the bound is one copy "
     "of each of its tensors",
-    "cuDNN RNN": "more than was counted: reserve space and workspace follow figures published for cuDNN 6 and 7, the "
-    "bound is twice as much and four values for each time step",
+    "cuDNN RNN": "more than was counted: the sizes of a newer cuDNN are not public, reserve space and workspace follow "
+    "figures published for cuDNN 6 and 7; the bound is twice as much and four values for each time step",
     "cuDNN dropout": "more than was counted: 16 bytes of generator state for each resident thread, at most 48",
     "cuDNN CTC loss": "the workspace is not public; the bound is two copies of the probabilities",
     "cuDNN batch normalisation (NHWC)": "the spaces of the persistent kernels are not public; the bound is one copy of "

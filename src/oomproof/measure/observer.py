@@ -334,6 +334,7 @@ class Observer:
             "refused": self.device.refused(),
             "no_kernels": bool(self.config.get("no_kernels")),
             "pinned_host_bytes": self.device.host_peak(),
+            "managed_bytes": self.device.managed_peak(),
             "step": moment.mark.step if moment else None,
             "phase": moment.mark.phase if moment else None,
             "module": _plain(moment.mark.module) if moment else None,

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from types import FrameType, ModuleType
 from typing import Any
 
+from oomproof.measure import surroundings
 from oomproof.measure.gate import Gate
 from oomproof.measure.values import KeptValues, Mirror
 from oomproof.phantom.device import Device
@@ -31,6 +32,7 @@ class ValueReads:
             self._on_read = mirror.on_read
         else:
             self._on_read = KeptValues(self._unknown).on_read
+            fold_constants(device, config)
 
     def install(self) -> None:
         """Begin. At the import of torch no other mode can be active, so nobody's order of leaving modes is upset."""
@@ -66,6 +68,12 @@ class ValueReads:
             {"location": location, "operation": operation, "count": count, "affects_memory": affects}
             for (location, operation), (count, affects) in found
         ]
+
+
+def fold_constants(device: Device, config: dict[str, Any]) -> None:
+    """Have torch.compile fold constants as on a GPU where no mirror is on: that's PyTorch's own, not the script's."""
+    mirror = Mirror(device, limit_bytes=config["keep_bytes"], on_unknown=lambda operation, affects_memory: None)
+    surroundings.cover_constant_folding(mirror)
 
 
 def _user_line(torch: ModuleType) -> str:

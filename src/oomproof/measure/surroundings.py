@@ -114,11 +114,37 @@ def _without(original: Any, gate: Any) -> Any:
 
 def pause_in_compiled_code(gate: Any) -> None:
     """Take the gate off while compiled functions run: dynamo would trace it into them."""
+    _before_compiling(lambda backend: _pause_in_contexts(gate))
+
+
+def cover_constant_folding(mirror: Any) -> None:
+    """Have Inductor know the constants of a graph: it makes them on the GPU, one element each, and reads them back.
+
+    Read as zeros, a tensor of ones would not be folded away and one of -inf would. Torch 2.4 to 2.14.
+    """
+
+    def cover(backend: Any) -> None:
+        if backend != "inductor":
+            return
+        from torch._inductor.constant_folding import ConstantFolder
+        from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
+
+        for folder in (ConstantFolder, UniformValueConstantFolder):
+            for name in ("__init__", "run"):
+                method = vars(folder).get(name)
+                if method is not None and not hasattr(method, "__wrapped__"):
+                    setattr(folder, name, _covered(method, mirror))
+
+    _before_compiling(cover)
+
+
+def _before_compiling(prepare: Any) -> None:
+    """Have torch.compile call ``prepare(backend)`` first; not before, since importing dynamo takes a second."""
     original = torch.compile
 
     @functools.wraps(original)
     def compile_(*args: Any, **kwargs: Any) -> Any:
-        _pause_in_contexts(gate)  # not before: importing dynamo takes a second
+        prepare(kwargs.get("backend", "inductor"))
         return original(*args, **kwargs)
 
     torch.compile = compile_

@@ -20,6 +20,7 @@ from typing import Any
 from oomproof.measure.counters import Counters
 from oomproof.measure.hooks import Hooks
 from oomproof.measure.ledger import Ledger, Mark, breakdown
+from oomproof.measure.surroundings import choices_by_time
 from oomproof.measure.reads import ValueReads, user_stack
 from oomproof.phantom import device as phantom_device
 from oomproof.phantom.device import Device
@@ -344,7 +345,7 @@ class Observer:
             "values": self.config["values"],
             "value_reads": self.reads.as_list(),
             "oom": self.oom,
-            "notes": [*self.config.get("notes", []), *self.notes],
+            "notes": [*self.config.get("notes", []), *self.notes, *choices_by_time()],
             "snapshot": snapshot_path,
             "seconds": time.perf_counter() - self.started,
         }

@@ -6,6 +6,7 @@ Each function names the versions that need it.
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -127,6 +128,7 @@ def cover_constant_folding(mirror: Any) -> None:
         if backend != "inductor":
             return
         from torch._inductor.constant_folding import ConstantFolder
+        from torch._inductor.fx_passes import pad_mm
         from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
 
         for folder in (ConstantFolder, UniformValueConstantFolder):
@@ -134,8 +136,40 @@ def cover_constant_folding(mirror: Any) -> None:
                 method = vars(folder).get(name)
                 if method is not None and not hasattr(method, "__wrapped__"):
                     setattr(folder, name, _covered(method, mirror))
+        if not hasattr(pad_mm.set_cached_should_pad, "__wrapped__"):
+            pad_mm.set_cached_should_pad = _noting_padding(pad_mm.set_cached_should_pad)
 
     _before_compiling(cover)
+
+
+def _noting_padding(set_decision: Any) -> Any:
+    @functools.wraps(set_decision)
+    def note(*args: Any, **kwargs: Any) -> Any:
+        _timed.add("padding")
+        return set_decision(*args, **kwargs)
+
+    return note
+
+
+_timed: set[str] = set()
+
+
+def choices_by_time() -> list[str]:
+    """Return a note for each kind of choice that Inductor made by timing kernels: here all take the same time."""
+    notes = []
+    if _timed:
+        notes.append(
+            "torch.compile timed matrix products with and without padding and keeps them unpadded here; a GPU may find "
+            "padding faster, which takes a padded copy of the inputs of each such product while it runs. "
+            "torch._inductor.config.shape_padding = False rules it out"
+        )
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is not None and dynamo.counters["inductor"].get("select_algorithm_autotune"):
+        notes.append(
+            "max-autotune chose kernels by time and keeps the first of each list here, for matrix products the one of "
+            "cuBLAS; a GPU may choose others, some of which need a buffer of their own"
+        )
+    return notes
 
 
 def _before_compiling(prepare: Any) -> None:

@@ -32,6 +32,7 @@ def compiled_steps(mode, budget=1.0, checkpointed=False):
     """Return the peaks of three training steps of a small network compiled in this mode."""
     import torch
     import torch._functorch.config
+    import torch._inductor.config
     from torch import nn
     from torch.utils.checkpoint import checkpoint
 
@@ -49,6 +50,7 @@ def compiled_steps(mode, budget=1.0, checkpointed=False):
                 x = x + (checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x))
             return nn.functional.cross_entropy((x @ self.table.weight.T).flatten(0, 1), ids.flatten())
 
+    torch._inductor.config.compile_threads = 1  # helper processes cost more than they save here
     torch._dynamo.reset()
     torch._functorch.config.activation_memory_budget = budget
     net = Net().cuda()
@@ -107,8 +109,10 @@ def test_constants_are_folded_as_on_a_gpu(child: Child, triton: None, observed: 
 
     def body():
         import torch
+        import torch._inductor.config
         from torch._inductor.fx_passes import joint_graph
 
+        torch._inductor.config.compile_threads = 1
         stale = torch.tensor([7.0] * 128).cuda()
         del stale
         folder = joint_graph.UniformValueConstantFolder
@@ -137,7 +141,9 @@ def test_choices_by_time_are_told(measure: Measure, triton: None) -> None:
 
     def body():
         import torch
+        import torch._inductor.config
 
+        torch._inductor.config.compile_threads = 1
         net = torch.nn.Linear(768, 5001, bias=False, device="cuda", dtype=torch.bfloat16)
         compiled = torch.compile(net)
         x = torch.randn(4096, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -150,7 +156,9 @@ def test_choices_by_time_are_told(measure: Measure, triton: None) -> None:
 TUNED = """
 import json, torch, triton, triton.language as tl
 
-@triton.autotune(configs=[triton.Config({"BLOCK": b}, num_warps=w) for b in (512, 128, 1024) for w in (4, 2)], key=["n"])
+CONFIGS = [triton.Config({"BLOCK": block}, num_warps=warps) for block in (512, 128, 1024) for warps in (4, 2)]
+
+@triton.autotune(configs=CONFIGS, key=["n"])
 @triton.jit
 def add(x, y, out, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -247,6 +255,21 @@ def test_pools_are_counted_and_given_back(child: Child, settings: str) -> None:
     assert captured[2] - start[2] == captured[1] - start[1] >= captured[0] - start[0]
     assert gone == end == start
     assert freed[0] == start[0]
+
+
+def test_what_the_driver_keeps_for_a_graph_is_told(measure: Measure) -> None:
+    """The driver's own memory for a graph is not public, and the report says so."""
+
+    def body():
+        import torch
+
+        x = torch.zeros(1 << 20, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            x.add_(1)
+        graph.replay()
+
+    assert any("instantiated graphs" in note for note in measure(body).notes)
 
 
 # ---- programs with CUDA code of their own ---------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def _torch_imported(torch: ModuleType, device: Device, config: dict[str, Any], f
     atexit.register(time.sleep, AUTOGRAD_SECONDS)
     # not before CUDA starts: asking torch for its architectures forbids CUDA in forked children
     torch.cuda._lazy_call(lambda: _look_at_kernels(torch, device, config))
-    if _is_compile_worker():
+    if is_compile_worker():
         return  # it has Triton compile kernels and allocates nothing
     layout = _set_up_world(torch, device, config, folder)
     if config["observe"]:
@@ -96,7 +96,7 @@ def _set_up_world(torch: ModuleType, device: Device, config: dict[str, Any], fol
     return world.watch_groups(distributed, device.next_split) if distributed.is_available() else None
 
 
-def _is_compile_worker() -> bool:
+def is_compile_worker() -> bool:
     """Return whether this is one of Inductor's helper processes (torch 2.4 to 2.14)."""
     words = getattr(sys, "orig_argv", sys.argv)  # Python 3.10; before, sys.argv is all there is
     return any(os.path.join("_inductor", "compile_worker") in word for word in words)

@@ -267,8 +267,8 @@ def _notes(limited: Outcome, lead: Mapping[str, Any], shown: Mapping[str, Any]) 
         notes.append(f"pinned host memory: {shown['pinned_host_bytes'] / 2**30:.2f} GiB at its peak, not on the GPU")
     if shown["managed_bytes"]:
         notes.append(
-            f"managed memory: {shown['managed_bytes'] / 2**30:.2f} GiB at its peak, not counted: the driver keeps it on "
-            "the GPU as far as there is room, and on the host before an allocation would fail"
+            f"managed memory: {shown['managed_bytes'] / 2**30:.2f} GiB at its peak, not counted: the driver keeps it "
+            "on the GPU as far as there is room, and on the host before an allocation would fail"
         )
     together = shown["device_peak_bytes"] - shown["process_peak_bytes"]
     if together > 0:

@@ -20,8 +20,8 @@ from typing import Any
 from oomproof.measure.counters import Counters
 from oomproof.measure.hooks import Hooks
 from oomproof.measure.ledger import Ledger, Mark, breakdown
-from oomproof.measure.surroundings import choices_by_time
 from oomproof.measure.reads import ValueReads, user_stack
+from oomproof.measure.surroundings import choices_by_time
 from oomproof.phantom import device as phantom_device
 from oomproof.phantom.device import Device
 from oomproof.phantom.world import Layout

@@ -615,7 +615,7 @@ API CUresult cuStreamGetCtx(CUstream stream, CUcontext *context) {
 #define RUNTIME(name, parameters, to, types, arguments)                       \
     API CUresult name parameters {                                            \
         TRACE();                                                              \
-        int(*call) types = (int(*) types)dlsym(RTLD_DEFAULT, to);                       \
+        int(*call) types = (int(*) types)dlsym(RTLD_DEFAULT, to);             \
         return call ? (CUresult)call arguments : CUDA_ERROR_NOT_SUPPORTED;    \
     }
 RUNTIME(cuEventRecord, (CUevent e, CUstream s), "cudaEventRecord", (void *, void *), (e, s))

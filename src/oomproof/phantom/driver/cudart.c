@@ -511,6 +511,7 @@ API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, siz
 }
 
 static cudaError_t instantiate(cudaGraphExec_t *exec) {
+    oom_event(OOM_EVENT_OPTIONAL_WORKSPACE, 0, 0, "CUDA: instantiated graphs");
     *exec = (cudaGraphExec_t)oom_new_handle();
     return *exec ? cudaSuccess : fail(cudaErrorMemoryAllocation);
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -86,6 +88,8 @@ class Child:
             try:
                 stdout, stderr = process.communicate(timeout=TIMEOUT_SECONDS)
             finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # Inductor's compile workers outlive their parent
                 process.kill()
         return Ended(process.returncode, stdout.decode(), stderr.decode(), _result(stdout.decode()))
 

@@ -44,6 +44,7 @@ def finding(**changes: Any) -> dict[str, Any]:
         "groups": [],
         "unanswered": 0,
         "pinned_host_bytes": 0,
+        "managed_bytes": 0,
         "no_kernels": False,
         "device_peak_bytes": 0,
         "refused": 0,

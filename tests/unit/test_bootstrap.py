@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import oomproof
-from oomproof.inject.bootstrap import has_kernels, newest_architecture
+from oomproof.inject.bootstrap import has_kernels, is_compile_worker, newest_architecture
 from oomproof.phantom.launch import SITE, environment
 
 FLAGS = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120"
@@ -93,6 +93,30 @@ def test_environment_of_a_run(tmp_path: Path) -> None:
     assert "CUDA_VISIBLE_DEVICES" not in env
     assert env["OTHER"] == "kept"
     assert env["OOMPROOF_RUN"] == str(tmp_path)
+
+
+def test_compiled_code_has_caches_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Inductor keeps lasts for one run and never reaches the user's cache; Triton's kernels are kept with ours."""
+    monkeypatch.setenv("OOMPROOF_CACHE", str(tmp_path / "cache"))
+    theirs = {"TORCHINDUCTOR_CACHE_DIR": "/theirs", "TRITON_CACHE_DIR": "/theirs"}
+    env = environment(tmp_path / "run", theirs)
+    assert env["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "run" / "inductor")
+    assert env["TRITON_CACHE_DIR"] == str(tmp_path / "cache" / "triton")
+    monkeypatch.setenv("OOMPROOF_CACHE", "/dev/null/cache")
+    assert environment(tmp_path / "run", theirs)["TRITON_CACHE_DIR"] == str(tmp_path / "run" / "triton")
+
+
+@pytest.mark.parametrize(
+    ("words", "is_one"),
+    [
+        (["python", "/venv/torch/_inductor/compile_worker/__main__.py", "--kind=fork"], True),
+        (["python", "train.py"], False),
+    ],
+)
+def test_inductors_helpers_are_known(monkeypatch: pytest.MonkeyPatch, words: list[str], is_one: bool) -> None:
+    """The processes in which Inductor compiles kernels are told from those that may use the GPU."""
+    monkeypatch.setattr(sys, "orig_argv", words)
+    assert is_compile_worker() is is_one
 
 
 def test_importing_oomproof_imports_no_torch() -> None:

@@ -113,3 +113,11 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert standins.cache_root() == Path("/xdg/oomproof")
     monkeypatch.setenv("OOMPROOF_CACHE", "/own")
     assert standins.cache_root() == Path("/own")
+
+
+def test_functions_for_a_default_stream_per_thread_are_ours() -> None:
+    """What code compiled for one default stream a thread calls is the plain function, where that does something."""
+    exported = ["cudaMemcpy", "cudaMemcpy_ptds", "cudaMemcpyAsync_ptsz", "cudaStreamAttachMemAsync_ptsz"]
+    own = {"cudaMemcpy", "cudaMemcpyAsync"}
+    expected = {"cudaMemcpy_ptds": "cudaMemcpy", "cudaMemcpyAsync_ptsz": "cudaMemcpyAsync"}
+    assert build.per_thread_aliases(exported, own) == expected

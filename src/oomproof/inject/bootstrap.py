@@ -74,11 +74,17 @@ def _torch_imported(torch: ModuleType, device: Device, config: dict[str, Any], f
     atexit.register(time.sleep, AUTOGRAD_SECONDS)
     # not before CUDA starts: asking torch for its architectures forbids CUDA in forked children
     torch.cuda._lazy_call(lambda: _look_at_kernels(torch, device, config))
+    if is_compile_worker():
+        return  # it has Triton compile kernels and allocates nothing
     layout = _set_up_world(torch, device, config, folder)
     if config["observe"]:
         from oomproof.measure.observer import Observer
 
         Observer(torch, device, config, folder, layout).install()
+    else:
+        from oomproof.measure.reads import fold_constants
+
+        fold_constants(device, config)
 
 
 def _set_up_world(torch: ModuleType, device: Device, config: dict[str, Any], folder: Path) -> world.Layout | None:
@@ -88,6 +94,12 @@ def _set_up_world(torch: ModuleType, device: Device, config: dict[str, Any], fol
     device.share(str(folder / world.MESSAGES))
     distributed = torch.distributed
     return world.watch_groups(distributed, device.next_split) if distributed.is_available() else None
+
+
+def is_compile_worker() -> bool:
+    """Return whether this is one of Inductor's helper processes (torch 2.4 to 2.14)."""
+    words = getattr(sys, "orig_argv", sys.argv)  # Python 3.10; before, sys.argv is all there is
+    return any(os.path.join("_inductor", "compile_worker") in word for word in words)
 
 
 def _look_at_kernels(torch: ModuleType, device: Device, config: dict[str, Any]) -> None:

@@ -279,6 +279,11 @@ def _notes(limited: Outcome, lead: Mapping[str, Any], shown: Mapping[str, Any]) 
         notes.append(f"counted as 0, their size is not public: workspaces of {', '.join(sorted(unknown))}")
     if shown["pinned_host_bytes"] >= 2**20:
         notes.append(f"pinned host memory: {shown['pinned_host_bytes'] / 2**30:.2f} GiB at its peak, not on the GPU")
+    if shown["managed_bytes"]:
+        notes.append(
+            f"managed memory: {shown['managed_bytes'] / 2**30:.2f} GiB at its peak, not counted: the driver keeps it "
+            "on the GPU as far as there is room, and on the host before an allocation would fail"
+        )
     together = shown["device_peak_bytes"] - shown["process_peak_bytes"]
     if together > 0:
         notes.append(

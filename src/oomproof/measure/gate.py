@@ -64,6 +64,7 @@ class Gate(TorchFunctionMode):  # type: ignore[misc] # torch has no types here
 
     def __enter__(self) -> Gate:
         surroundings.pause_in_compiled_code(self)
+        surroundings.cover_constant_folding(self._mirror)
         surroundings.cover_collectives(self._mirror)
         surroundings.cover_recomputation(self)
         surroundings.leave_out_of_parameter_loops(self)

@@ -22,6 +22,7 @@ from oomproof.measure.counters import Counters
 from oomproof.measure.hooks import Hooks
 from oomproof.measure.ledger import Ledger, Mark, breakdown
 from oomproof.measure.reads import ValueReads, user_stack
+from oomproof.measure.surroundings import choices_by_time
 from oomproof.phantom import device as phantom_device
 from oomproof.phantom.device import Device
 from oomproof.phantom.world import Layout
@@ -336,6 +337,7 @@ class Observer:
             "refused": self.device.refused(),
             "no_kernels": bool(self.config.get("no_kernels")),
             "pinned_host_bytes": self.device.host_peak(),
+            "managed_bytes": self.device.managed_peak(),
             "step": moment.mark.step if moment else None,
             "phase": moment.mark.phase if moment else None,
             "module": _plain(moment.mark.module) if moment else None,
@@ -345,7 +347,7 @@ class Observer:
             "values": self.config["values"],
             "value_reads": self.reads.as_list(),
             "oom": self.oom,
-            "notes": [*self.config.get("notes", []), *self.notes],
+            "notes": [*self.config.get("notes", []), *self.notes, *choices_by_time()],
             "snapshot": snapshot_path,
             "seconds": time.perf_counter() - self.started,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -93,11 +94,70 @@ def _without(original: Any, gate: Any) -> Any:
 
 def pause_in_compiled_code(gate: Any) -> None:
     """Take the gate off while compiled functions run: dynamo would trace it into them."""
+    _before_compiling(lambda backend: _pause_in_contexts(gate))
+
+
+def cover_constant_folding(mirror: Any) -> None:
+    """Have Inductor know the constants of a graph: it makes them on the GPU, one element each, and reads them back.
+
+    Read as zeros, a tensor of ones would not be folded away and one of -inf would. Torch 2.4 to 2.14.
+    """
+
+    def cover(backend: Any) -> None:
+        if backend != "inductor":
+            return
+        from torch._inductor.constant_folding import ConstantFolder
+        from torch._inductor.fx_passes import pad_mm
+        from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
+
+        for folder in (ConstantFolder, UniformValueConstantFolder):
+            for name in ("__init__", "run"):
+                method = vars(folder).get(name)
+                if method is not None and not hasattr(method, "__wrapped__"):
+                    setattr(folder, name, _covered(method, mirror))
+        if not hasattr(pad_mm.set_cached_should_pad, "__wrapped__"):
+            pad_mm.set_cached_should_pad = _noting_padding(pad_mm.set_cached_should_pad)
+
+    _before_compiling(cover)
+
+
+def _noting_padding(set_decision: Any) -> Any:
+    @functools.wraps(set_decision)
+    def note(*args: Any, **kwargs: Any) -> Any:
+        _timed.add("padding")
+        return set_decision(*args, **kwargs)
+
+    return note
+
+
+_timed: set[str] = set()
+
+
+def choices_by_time() -> list[str]:
+    """Return a note for each kind of choice that Inductor made by timing kernels: here all take the same time."""
+    notes = []
+    if _timed:
+        notes.append(
+            "torch.compile timed matrix products with and without padding and keeps them unpadded here; a GPU may find "
+            "padding faster, which takes a padded copy of the inputs of each such product while it runs. "
+            "torch._inductor.config.shape_padding = False rules it out"
+        )
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is not None and dynamo.counters["inductor"].get("select_algorithm_autotune"):
+        notes.append(
+            "max-autotune chose kernels by time and keeps the first of each list here, for matrix products the one of "
+            "cuBLAS; a GPU may choose others, some of which need a buffer of their own"
+        )
+    return notes
+
+
+def _before_compiling(prepare: Any) -> None:
+    """Have torch.compile call ``prepare(backend)`` first; not before, since importing dynamo takes a second."""
     original = torch.compile
 
     @functools.wraps(original)
     def compile_(*args: Any, **kwargs: Any) -> Any:
-        _pause_in_contexts(gate)  # not before: importing dynamo takes a second
+        prepare(kwargs.get("backend", "inductor"))
         return original(*args, **kwargs)
 
     torch.compile = compile_

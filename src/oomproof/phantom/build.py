@@ -131,7 +131,8 @@ def _compile_all(torch: Path, scratch: Path) -> dict[str, object]:
             _run([*compiler, *FLAGS, *options, "-c", str(source), "-o", str(target)])
             own = defined_functions(target)
             objects.append(str(target))
-        rest = sorted(set(library.versions) - own)
+        aliases = per_thread_aliases(library.versions, own)
+        rest = sorted(set(library.versions) - own - set(aliases))
         stubs = work / f"{library.stem}_rest.c"
         headers = "".join(_read_header(includes, name) for name in prototypes.HEADERS.get(library.stem, ()))
         stubs.write_text(prototypes.source(library.stem, rest, prototypes.parse(headers)))
@@ -148,6 +149,7 @@ def _compile_all(torch: Path, scratch: Path) -> dict[str, object]:
             *objects,
             str(device),
         ]
+        link += [f"-Wl,--defsym={name}={function}" for name, function in sorted(aliases.items())]
         if script.read_text():
             link.append(f"-Wl,--version-script,{script}")
         _run([*link, "-o", str(scratch / library.soname), "-lpthread", "-ldl"])
@@ -252,6 +254,15 @@ def exported_functions(path: Path) -> dict[str, str]:
             number = versions.get_symbol(index)["ndx"] if versions is not None else 0
             found[symbol.name] = names.get(number & 0x7FFF, "") if isinstance(number, int) else ""
         return found
+
+
+def per_thread_aliases(exported: Iterable[str], own: set[str]) -> dict[str, str]:
+    """Return function -> the one of ours that it is, for code compiled with ``--default-stream per-thread``.
+
+    That code calls ``cudaMemcpyAsync_ptsz`` for ``cudaMemcpyAsync``; with nothing ever running, streams are alike.
+    """
+    found = {name: re.sub(r"_pt[ds][sz]$", "", name) for name in exported}
+    return {name: function for name, function in found.items() if name != function and function in own}
 
 
 def defined_functions(path: Path) -> set[str]:

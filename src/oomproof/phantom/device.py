@@ -73,6 +73,7 @@ class Device:
         library.oom_process_peak.restype = ctypes.c_uint64
         library.oom_device_peak.restype = ctypes.c_uint64
         library.oom_host_peak.restype = ctypes.c_uint64
+        library.oom_managed_peak.restype = ctypes.c_uint64
         library.oom_events.restype = ctypes.c_size_t
         library.oom_refused.restype = ctypes.c_uint64
         library.oom_from_host.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
@@ -120,6 +121,10 @@ class Device:
     def host_peak(self) -> int:
         """Return the most bytes of pinned host memory this process had."""
         return int(self._library.oom_host_peak())
+
+    def managed_peak(self) -> int:
+        """Return the most bytes of managed memory this process had, wherever the driver would keep it."""
+        return int(self._library.oom_managed_peak())
 
     def refused(self) -> int:
         """Return how many allocations of this process failed for want of memory, PyTorch's own included."""

@@ -15,7 +15,7 @@ from typing import IO, Any
 import oomproof
 from oomproof.errors import UsageError
 from oomproof.gpus import GPUSpec
-from oomproof.phantom import world
+from oomproof.phantom import standins, world
 from oomproof.phantom.device import MOST_GPUS as MOST_GPUS
 
 SITE = Path(oomproof.__file__).parent / "inject" / "site"
@@ -168,13 +168,29 @@ def environment(run_folder: Path, base: Mapping[str, str] | None = None) -> dict
     """Return the environment that brings the phantom to every Python process below a command.
 
     CUDA_VISIBLE_DEVICES is about this machine's own GPUs, so it is left out; a script may set it for itself.
+
+    What torch.compile keeps on disk includes choices made by timing kernels. Here they mean nothing, so no run on a
+    real GPU may find them; and a run that finds some skips the timing, which takes memory. So each run begins with an
+    empty folder, as the first one on a new machine does. Compiled Triton kernels are the same everywhere and kept.
     """
     env = dict(os.environ if base is None else base)
     env.pop("CUDA_VISIBLE_DEVICES", None)
     env["PYTHONPATH"] = os.pathsep.join(p for p in (str(SITE), env.get("PYTHONPATH", "")) if p)
     env["OOMPROOF_RUN"] = str(run_folder)
     env["OOMPROOF_PYTHON"] = sys.executable
+    env["TORCHINDUCTOR_CACHE_DIR"] = str(run_folder / "inductor")
+    env["TRITON_CACHE_DIR"] = str(_kernel_cache(run_folder))
     return env
+
+
+def _kernel_cache(run_folder: Path) -> Path:
+    folder = standins.cache_root() / "triton"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    return folder if writable else run_folder / "triton"
 
 
 def start(

@@ -267,19 +267,28 @@ API CUresult cuMemAlloc(CUdeviceptr *pointer, size_t size) {
 API CUresult cuMemAllocManaged(CUdeviceptr *pointer, size_t size, unsigned flags) {
     TRACE();
     (void)flags;
-    *pointer = (CUdeviceptr)oom_host_alloc(size);
+    *pointer = (CUdeviceptr)oom_host_alloc(size, OOM_MANAGED);
+    return *pointer ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+API CUresult cuMemAllocPitch(CUdeviceptr *pointer, size_t *pitch, size_t width, size_t height, unsigned element) {
+    TRACE();
+    (void)element;
+    *pitch = (width + 511) / 512 * 512;
+    *pointer = (CUdeviceptr)oom_alloc(oom_current_device(), *pitch * height);
     return *pointer ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 API CUresult cuMemFree(CUdeviceptr pointer) {
     TRACE();
-    return oom_free((void *)pointer, NULL) == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    int freed = oom_free((void *)pointer, NULL) == 0 || oom_host_free((void *)pointer, OOM_MANAGED) == 0;
+    return freed ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 API CUresult cuMemHostAlloc(void **pointer, size_t size, unsigned flags) {
     TRACE();
     (void)flags;
-    *pointer = oom_host_alloc(size);
+    *pointer = oom_host_alloc(size, OOM_PINNED);
     return *pointer ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
@@ -287,7 +296,7 @@ API CUresult cuMemAllocHost(void **pointer, size_t size) { return cuMemHostAlloc
 
 API CUresult cuMemFreeHost(void *pointer) {
     TRACE();
-    return oom_host_free(pointer) == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    return oom_host_free(pointer, OOM_PINNED) == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 API CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *size, CUdeviceptr pointer) {
@@ -308,18 +317,19 @@ API CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, C
     int device = oom_current_device();
     int on_device = oom_find_allocation((void *)pointer, &base, &size, &device) == 0 ||
                     oom_is_device_address((void *)pointer);
-    if (!on_device && oom_host_find((void *)pointer, &base, &size) != 0) return CUDA_ERROR_INVALID_VALUE;
+    int kind = on_device ? OOM_PINNED : oom_host_find((void *)pointer, &base, &size);
+    if (kind < 0) return CUDA_ERROR_INVALID_VALUE;
     switch (attribute) {
     case CU_POINTER_ATTRIBUTE_CONTEXT: *(CUcontext *)value = context_of(device); break;
     case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
-        *(CUmemorytype *)value = on_device ? CU_MEMORYTYPE_DEVICE : CU_MEMORYTYPE_HOST;
+        *(CUmemorytype *)value = on_device || kind == OOM_MANAGED ? CU_MEMORYTYPE_DEVICE : CU_MEMORYTYPE_HOST;
         break;
     case CU_POINTER_ATTRIBUTE_DEVICE_POINTER: *(CUdeviceptr *)value = pointer; break; /* Triton's launcher */
     case CU_POINTER_ATTRIBUTE_HOST_POINTER: *(void **)value = on_device ? NULL : (void *)pointer; break;
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *(int *)value = device; break;
     case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: *(CUdeviceptr *)value = (CUdeviceptr)base; break;
     case CU_POINTER_ATTRIBUTE_RANGE_SIZE: *(size_t *)value = size; break;
-    case CU_POINTER_ATTRIBUTE_IS_MANAGED: *(int *)value = 0; break;
+    case CU_POINTER_ATTRIBUTE_IS_MANAGED: *(int *)value = kind == OOM_MANAGED; break;
     case CU_POINTER_ATTRIBUTE_BUFFER_ID: *(unsigned long long *)value = (unsigned long long)base; break;
     default: return CUDA_ERROR_NOT_SUPPORTED;
     }
@@ -593,13 +603,6 @@ API CUresult cuOccupancyMaxActiveClusters(int *clusters, CUfunction function, co
     return CUDA_SUCCESS;
 }
 
-API CUresult cuEventElapsedTime(float *milliseconds, CUevent start, CUevent end) {
-    TRACE();
-    (void)start, (void)end;
-    *milliseconds = 1e-3f;
-    return CUDA_SUCCESS;
-}
-
 API CUresult cuStreamGetCtx(CUstream stream, CUcontext *context) {
     TRACE();
     (void)stream;
@@ -607,11 +610,42 @@ API CUresult cuStreamGetCtx(CUstream stream, CUcontext *context) {
     return CUDA_SUCCESS;
 }
 
-API CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
-    int (*runtime)(void *, int *) = (int (*)(void *, int *))dlsym(RTLD_DEFAULT, "cudaStreamIsCapturing");
-    TRACE();
-    *status = CU_STREAM_CAPTURE_STATUS_NONE;
-    int now = 0;
-    if (runtime && runtime(stream, &now) == 0) *status = (CUstreamCaptureStatus)now;
-    return CUDA_SUCCESS;
-}
+/* Streams, events, graphs and pools are the runtime's own objects, whichever API made them, and so are its answers: the
+ * two number their errors alike. */
+#define RUNTIME(name, parameters, to, types, arguments)                       \
+    API CUresult name parameters {                                            \
+        TRACE();                                                              \
+        int(*call) types = (int(*) types)dlsym(RTLD_DEFAULT, to);             \
+        return call ? (CUresult)call arguments : CUDA_ERROR_NOT_SUPPORTED;    \
+    }
+RUNTIME(cuEventRecord, (CUevent e, CUstream s), "cudaEventRecord", (void *, void *), (e, s))
+RUNTIME(cuEventRecordWithFlags, (CUevent e, CUstream s, unsigned flags), "cudaEventRecordWithFlags",
+        (void *, void *, unsigned), (e, s, flags))
+RUNTIME(cuEventElapsedTime, (float *milliseconds, CUevent start, CUevent end), "cudaEventElapsedTime",
+        (float *, void *, void *), (milliseconds, start, end))
+RUNTIME(cuStreamWaitEvent, (CUstream s, CUevent e, unsigned flags), "cudaStreamWaitEvent", (void *, void *, unsigned),
+        (s, e, flags))
+RUNTIME(cuStreamIsCapturing, (CUstream s, CUstreamCaptureStatus *status), "cudaStreamIsCapturing", (void *, void *),
+        (s, status))
+RUNTIME(cuStreamBeginCapture, (CUstream s, CUstreamCaptureMode mode), "cudaStreamBeginCapture", (void *, int),
+        (s, (int)mode))
+RUNTIME(cuStreamEndCapture, (CUstream s, CUgraph *graph), "cudaStreamEndCapture", (void *, void *), (s, graph))
+RUNTIME(cuGraphCreate, (CUgraph *graph, unsigned flags), "cudaGraphCreate", (void *, unsigned), (graph, flags))
+RUNTIME(cuGraphInstantiateWithFlags, (CUgraphExec *exec, CUgraph graph, unsigned long long flags),
+        "cudaGraphInstantiateWithFlags", (void *, void *, unsigned long long), (exec, graph, flags))
+RUNTIME(cuMemAllocAsync, (CUdeviceptr *pointer, size_t size, CUstream s), "cudaMallocAsync", (void *, size_t, void *),
+        (pointer, size, s))
+RUNTIME(cuMemFreeAsync, (CUdeviceptr pointer, CUstream s), "cudaFreeAsync", (void *, void *), ((void *)pointer, s))
+RUNTIME(cuMemAllocFromPoolAsync, (CUdeviceptr *pointer, size_t size, CUmemoryPool pool, CUstream s),
+        "cudaMallocFromPoolAsync", (void *, size_t, void *, void *), (pointer, size, pool, s))
+RUNTIME(cuMemPoolCreate, (CUmemoryPool *pool, const CUmemPoolProps *properties), "cudaMemPoolCreate",
+        (void *, const void *), (pool, properties))
+RUNTIME(cuDeviceGetDefaultMemPool, (CUmemoryPool *pool, CUdevice device), "cudaDeviceGetDefaultMemPool",
+        (void *, int), (pool, device))
+RUNTIME(cuDeviceGetMemPool, (CUmemoryPool *pool, CUdevice device), "cudaDeviceGetMemPool", (void *, int),
+        (pool, device))
+RUNTIME(cuMemPoolTrimTo, (CUmemoryPool pool, size_t keep), "cudaMemPoolTrimTo", (void *, size_t), (pool, keep))
+RUNTIME(cuMemPoolSetAttribute, (CUmemoryPool pool, CUmemPool_attribute attribute, void *value),
+        "cudaMemPoolSetAttribute", (void *, int, void *), (pool, (int)attribute, value))
+RUNTIME(cuMemPoolGetAttribute, (CUmemoryPool pool, CUmemPool_attribute attribute, void *value),
+        "cudaMemPoolGetAttribute", (void *, int, void *), (pool, (int)attribute, value))

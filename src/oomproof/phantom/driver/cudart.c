@@ -220,11 +220,23 @@ API cudaError_t cudaGetDeviceFlags(unsigned *flags) {
 struct stream {
     int priority;
     unsigned flags;
-    unsigned long long capture_id; /* 0: not capturing */
+    unsigned long long capture_id; /* 0, or of a capture that has ended: not capturing */
+};
+
+/* A capture begins on one stream; others join it by waiting for an event that was recorded in it. PyTorch sends a
+ * stream's allocations to the graph's pool by the capture's number. */
+struct capture {
+    struct capture *next;
+    unsigned long long id;
+    struct stream *origin;
     void *graph;
 };
 
+static struct capture *captures;
 static unsigned long long capture_count;
+static pthread_mutex_t capture_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static unsigned long long capturing(cudaStream_t stream, void **graph);
 
 static struct stream *real_stream(cudaStream_t stream) {
     return (uintptr_t)stream > 16 ? (struct stream *)stream : NULL; /* 0, 1 and 2 are the default streams */
@@ -282,7 +294,7 @@ API cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long *id) {
 /* A callback runs at once: nothing on the phantom is ever still running. */
 API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
     TRACE();
-    if (!real_stream(stream) || !real_stream(stream)->capture_id) function(data);
+    if (!capturing(stream, NULL)) function(data);
     return cudaSuccess;
 }
 
@@ -293,40 +305,78 @@ API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t 
     return cudaSuccess;
 }
 
+static cudaError_t begin_capture(cudaStream_t stream, void *graph) {
+    struct stream *real = real_stream(stream);
+    struct capture *made = real ? malloc(sizeof *made) : NULL;
+    if (!made) return fail(cudaErrorStreamCaptureUnsupported);
+    pthread_mutex_lock(&capture_lock);
+    *made = (struct capture){captures, ++capture_count, real, graph};
+    captures = made;
+    real->capture_id = made->id;
+    pthread_mutex_unlock(&capture_lock);
+    return cudaSuccess;
+}
+
 API cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) {
     TRACE();
     (void)mode;
-    struct stream *real = real_stream(stream);
-    if (!real) return fail(cudaErrorStreamCaptureUnsupported);
-    real->capture_id = __atomic_add_fetch(&capture_count, 1, __ATOMIC_SEQ_CST);
-    real->graph = (void *)oom_new_handle();
-    return cudaSuccess;
+    return begin_capture(stream, (void *)oom_new_handle());
+}
+
+API cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t stream, cudaGraph_t graph, const cudaGraphNode_t *dependencies,
+                                              const cudaGraphEdgeData *edges, size_t count,
+                                              enum cudaStreamCaptureMode mode) {
+    TRACE();
+    (void)dependencies, (void)edges, (void)count, (void)mode;
+    return begin_capture(stream, graph);
 }
 
 API cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
     TRACE();
     struct stream *real = real_stream(stream);
-    if (!real || !real->capture_id) return fail(cudaErrorIllegalState);
-    *graph = (cudaGraph_t)real->graph;
-    real->capture_id = 0;
-    real->graph = NULL;
+    struct capture *ended = NULL;
+    pthread_mutex_lock(&capture_lock);
+    struct capture **link = &captures;
+    while (*link && !(real && (*link)->origin == real && (*link)->id == real->capture_id)) link = &(*link)->next;
+    if (*link) {
+        ended = *link;
+        *link = ended->next;
+    }
+    pthread_mutex_unlock(&capture_lock);
+    if (!ended) return fail(cudaErrorIllegalState);
+    *graph = (cudaGraph_t)ended->graph;
+    free(ended);
     return cudaSuccess;
+}
+
+/* The number of the capture that a stream is in, 0 for none. */
+static unsigned long long capturing(cudaStream_t stream, void **graph) {
+    struct stream *real = real_stream(stream);
+    unsigned long long found = 0;
+    if (!real || !real->capture_id) return 0;
+    pthread_mutex_lock(&capture_lock);
+    for (struct capture *capture = captures; capture && !found; capture = capture->next) {
+        if (capture->id != real->capture_id) continue;
+        found = capture->id;
+        if (graph) *graph = capture->graph;
+    }
+    pthread_mutex_unlock(&capture_lock);
+    return found;
 }
 
 API cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
     TRACE();
-    struct stream *real = real_stream(stream);
-    *status = real && real->capture_id ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    *status = capturing(stream, NULL) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
     return cudaSuccess;
 }
 
 static void capture_info(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id,
                          cudaGraph_t *graph, const cudaGraphNode_t **dependencies, size_t *count) {
-    struct stream *real = real_stream(stream);
-    int capturing = real && real->capture_id;
-    *status = capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-    if (id) *id = capturing ? real->capture_id : 0;
-    if (graph) *graph = capturing ? (cudaGraph_t)real->graph : NULL;
+    void *into = NULL;
+    unsigned long long now = capturing(stream, &into);
+    *status = now ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    if (id) *id = now;
+    if (graph) *graph = (cudaGraph_t)into;
     if (dependencies) *dependencies = NULL;
     if (count) *count = 0;
 }
@@ -349,6 +399,16 @@ API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCap
     capture_info(stream, status, id, graph, dependencies, count);
     return cudaSuccess;
 }
+
+API cudaError_t cudaStreamGetCaptureInfo_v3(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
+                                            unsigned long long *id, cudaGraph_t *graph,
+                                            const cudaGraphNode_t **dependencies, const cudaGraphEdgeData **edges,
+                                            size_t *count) {
+    TRACE();
+    if (edges) *edges = NULL;
+    capture_info(stream, status, id, graph, dependencies, count);
+    return cudaSuccess;
+}
 #endif
 
 API cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) {
@@ -360,8 +420,14 @@ API cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *
     return cudaSuccess;
 }
 
+/* Kernels take no time here, so time is what orders events, and nothing else: 1 ms between any two. Whoever chooses by
+ * time (Inductor, Triton's autotuner) then sees equals and takes the first, in each run the same. Host time would make
+ * the choice, and with it the memory, a matter of noise. */
+#define MILLISECONDS_BETWEEN_EVENTS 1.0f
+
 struct event {
-    uint64_t time_ns;
+    uint64_t number;
+    unsigned long long capture_id;
 };
 
 static cudaError_t new_event(cudaEvent_t *event) {
@@ -386,25 +452,38 @@ API cudaError_t cudaEventDestroy(cudaEvent_t event) {
     return cudaSuccess;
 }
 
+static cudaError_t record(cudaEvent_t event, cudaStream_t stream) {
+    static uint64_t count;
+    struct event *recorded = (struct event *)event;
+    recorded->number = __atomic_add_fetch(&count, 1, __ATOMIC_SEQ_CST);
+    recorded->capture_id = capturing(stream, NULL);
+    return cudaSuccess;
+}
+
 API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     TRACE();
-    (void)stream;
-    ((struct event *)event)->time_ns = oom_now_ns();
-    return cudaSuccess;
+    return record(event, stream);
 }
 
 API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
     TRACE();
-    (void)stream, (void)flags;
-    ((struct event *)event)->time_ns = oom_now_ns();
+    (void)flags;
+    return record(event, stream);
+}
+
+API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
+    TRACE();
+    (void)flags;
+    struct event *awaited = (struct event *)event;
+    if (real_stream(stream) && awaited && awaited->capture_id && !capturing(stream, NULL))
+        real_stream(stream)->capture_id = awaited->capture_id;
     return cudaSuccess;
 }
 
-/* Host time between the records: it says nothing of the GPU, but it is above zero, so nobody divides by it. */
 API cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEvent_t end) {
     TRACE();
-    int64_t elapsed = (int64_t)(((struct event *)end)->time_ns - ((struct event *)start)->time_ns);
-    *milliseconds = elapsed > 1000 ? (float)elapsed / 1e6f : 1e-3f;
+    uint64_t first = ((struct event *)start)->number, last = ((struct event *)end)->number;
+    *milliseconds = last > first ? MILLISECONDS_BETWEEN_EVENTS : last < first ? -MILLISECONDS_BETWEEN_EVENTS : 0;
     return cudaSuccess;
 }
 
@@ -431,11 +510,31 @@ API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, siz
     return cudaSuccess;
 }
 
+static cudaError_t instantiate(cudaGraphExec_t *exec) {
+    oom_event(OOM_EVENT_OPTIONAL_WORKSPACE, 0, 0, "CUDA: instantiated graphs");
+    *exec = (cudaGraphExec_t)oom_new_handle();
+    return *exec ? cudaSuccess : fail(cudaErrorMemoryAllocation);
+}
+
+API cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long flags) {
+    TRACE();
+    (void)graph, (void)flags;
+    return instantiate(exec);
+}
+
 API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long flags) {
     TRACE();
     (void)graph, (void)flags;
-    *exec = (cudaGraphExec_t)oom_new_handle();
-    return cudaSuccess;
+    return instantiate(exec);
+}
+
+API cudaError_t cudaGraphInstantiateWithParams(cudaGraphExec_t *exec, cudaGraph_t graph,
+                                               cudaGraphInstantiateParams *parameters) {
+    TRACE();
+    (void)graph;
+    parameters->errNode_out = NULL;
+    parameters->result_out = cudaGraphInstantiateSuccess;
+    return instantiate(exec);
 }
 
 API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
@@ -468,13 +567,15 @@ API cudaError_t cudaFree(void *pointer) {
         oom_ensure_context(oom_current_device()); /* cudaFree(0) is the idiom that creates the context */
         return cudaSuccess;
     }
-    return oom_free(pointer, NULL) == 0 ? cudaSuccess : fail(cudaErrorInvalidValue);
+    int freed = oom_free(pointer, NULL) == 0 || oom_host_free(pointer, OOM_MANAGED) == 0;
+    return freed ? cudaSuccess : fail(cudaErrorInvalidValue);
 }
 
 API cudaError_t cudaMallocManaged(void **pointer, size_t size, unsigned flags) {
     TRACE();
     (void)flags;
-    *pointer = oom_host_alloc(size); /* migrates on demand; bitsandbytes' paged optimizers keep state here */
+    oom_ensure_context(oom_current_device());
+    *pointer = oom_host_alloc(size, OOM_MANAGED); /* bitsandbytes' paged optimizers keep state here */
     return *pointer ? cudaSuccess : fail(cudaErrorMemoryAllocation);
 }
 
@@ -497,19 +598,19 @@ API cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
 API cudaError_t cudaHostAlloc(void **pointer, size_t size, unsigned flags) {
     TRACE();
     (void)flags;
-    *pointer = oom_host_alloc(size);
+    *pointer = oom_host_alloc(size, OOM_PINNED);
     return *pointer ? cudaSuccess : fail(cudaErrorMemoryAllocation);
 }
 
 API cudaError_t cudaMallocHost(void **pointer, size_t size) {
     TRACE();
-    *pointer = oom_host_alloc(size);
+    *pointer = oom_host_alloc(size, OOM_PINNED);
     return *pointer ? cudaSuccess : fail(cudaErrorMemoryAllocation);
 }
 
 API cudaError_t cudaFreeHost(void *pointer) {
     TRACE();
-    return !pointer || oom_host_free(pointer) == 0 ? cudaSuccess : fail(cudaErrorInvalidValue);
+    return !pointer || oom_host_free(pointer, OOM_PINNED) == 0 ? cudaSuccess : fail(cudaErrorInvalidValue);
 }
 
 API cudaError_t cudaHostRegister(void *pointer, size_t size, unsigned flags) {
@@ -535,21 +636,22 @@ API cudaError_t cudaHostGetFlags(unsigned *flags, void *pointer) {
     void *base;
     size_t size;
     *flags = 0;
-    return oom_host_find(pointer, &base, &size) == 0 ? cudaSuccess : fail(cudaErrorInvalidValue);
+    return oom_host_find(pointer, &base, &size) >= 0 ? cudaSuccess : fail(cudaErrorInvalidValue);
 }
 
 API cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *pointer) {
     TRACE();
     void *base;
     size_t size;
+    int kind;
     memset(attributes, 0, sizeof *attributes);
     attributes->device = oom_current_device();
     if (oom_is_device_address(pointer)) {
         attributes->type = cudaMemoryTypeDevice;
         attributes->devicePointer = (void *)pointer;
         oom_find_allocation(pointer, &base, &size, &attributes->device);
-    } else if (oom_host_find(pointer, &base, &size) == 0) {
-        attributes->type = cudaMemoryTypeHost;
+    } else if ((kind = oom_host_find(pointer, &base, &size)) >= 0) {
+        attributes->type = kind == OOM_MANAGED ? cudaMemoryTypeManaged : cudaMemoryTypeHost;
         attributes->devicePointer = attributes->hostPointer = (void *)pointer;
     } else {
         attributes->type = cudaMemoryTypeUnregistered;
@@ -668,23 +770,93 @@ API cudaError_t cudaMemset2DAsync(void *to, size_t pitch, int value, size_t widt
     return cudaSuccess;
 }
 
-/* A device symbol gets address space of its own at the first question; its memory is part of the context. */
+/* Device variables of a program's own CUDA code. They lie in its modules, so their memory is part of the context; each
+ * gets address space at the first question. */
+static struct variable {
+    struct variable *next;
+    const void *symbol;
+    void *pointer;
+    size_t size;
+} *variables;
+static pthread_mutex_t variable_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static struct variable *register_variable(const void *symbol, size_t size) {
+    struct variable *made = malloc(sizeof *made);
+    if (!made) return NULL;
+    *made = (struct variable){variables, symbol, NULL, size};
+    return variables = made;
+}
+
+API void __cudaRegisterVar(void **handle, char *symbol, char *address, const char *name, int external, size_t size,
+                           int constant, int global) {
+    (void)handle, (void)address, (void)name, (void)external, (void)constant, (void)global;
+    pthread_mutex_lock(&variable_lock);
+    register_variable(symbol, size);
+    pthread_mutex_unlock(&variable_lock);
+}
+
+static cudaError_t find_variable(const void *symbol, void **pointer, size_t *size) {
+    pthread_mutex_lock(&variable_lock);
+    struct variable *found = variables;
+    while (found && found->symbol != symbol) found = found->next;
+    if (!found) found = register_variable(symbol, 2 << 20); /* registered in a way that isn't seen here */
+    if (found && !found->pointer) found->pointer = oom_reserve_addresses(found->size, 0);
+    pthread_mutex_unlock(&variable_lock);
+    if (!found || !found->pointer) return fail(cudaErrorMemoryAllocation);
+    *pointer = found->pointer;
+    *size = found->size;
+    return cudaSuccess;
+}
+
 API cudaError_t cudaGetSymbolAddress(void **pointer, const void *symbol) {
-    static struct { const void *symbol; void *pointer; } known[256];
-    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     TRACE();
-    cudaError_t result = cudaErrorMemoryAllocation;
-    pthread_mutex_lock(&lock);
-    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
-        if (known[i].symbol && known[i].symbol != symbol) continue;
-        if (!known[i].symbol) known[i].pointer = oom_reserve_addresses(2 << 20, 0);
-        known[i].symbol = symbol;
-        *pointer = known[i].pointer;
-        result = *pointer ? cudaSuccess : cudaErrorMemoryAllocation;
-        break;
-    }
-    pthread_mutex_unlock(&lock);
-    return result ? fail(result) : cudaSuccess;
+    size_t size;
+    return find_variable(symbol, pointer, &size);
+}
+
+API cudaError_t cudaGetSymbolSize(size_t *size, const void *symbol) {
+    TRACE();
+    void *pointer;
+    return find_variable(symbol, &pointer, size);
+}
+
+static cudaError_t copy_variable(const void *symbol, void *host, size_t size, size_t offset, int to_device) {
+    void *start;
+    size_t whole;
+    cudaError_t found = find_variable(symbol, &start, &whole);
+    if (found) return found;
+    if (offset > whole || size > whole - offset) return fail(cudaErrorInvalidValue);
+    char *there = (char *)start + offset;
+    oom_copy(to_device ? there : host, to_device ? host : there, size);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaMemcpyToSymbol(const void *symbol, const void *from, size_t size, size_t offset,
+                                   enum cudaMemcpyKind kind) {
+    TRACE();
+    (void)kind;
+    return copy_variable(symbol, (void *)from, size, offset, 1);
+}
+
+API cudaError_t cudaMemcpyToSymbolAsync(const void *symbol, const void *from, size_t size, size_t offset,
+                                        enum cudaMemcpyKind kind, cudaStream_t s) {
+    TRACE();
+    (void)kind, (void)s;
+    return copy_variable(symbol, (void *)from, size, offset, 1);
+}
+
+API cudaError_t cudaMemcpyFromSymbol(void *to, const void *symbol, size_t size, size_t offset,
+                                     enum cudaMemcpyKind kind) {
+    TRACE();
+    (void)kind;
+    return copy_variable(symbol, to, size, offset, 0);
+}
+
+API cudaError_t cudaMemcpyFromSymbolAsync(void *to, const void *symbol, size_t size, size_t offset,
+                                          enum cudaMemcpyKind kind, cudaStream_t s) {
+    TRACE();
+    (void)kind, (void)s;
+    return copy_variable(symbol, to, size, offset, 0);
 }
 
 /* ---- memory pools: PYTORCH_ALLOC_CONF=backend:cudaMallocAsync ------------------------------------------------------------------------ */
@@ -717,11 +889,13 @@ API cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *pool, int device) {
 
 API cudaError_t cudaDeviceGetMemPool(cudaMemPool_t *pool, int device) { return cudaDeviceGetDefaultMemPool(pool, device); }
 
-API cudaError_t cudaMallocAsync(void **pointer, size_t size, cudaStream_t stream) {
+/* A program's own pools are its device's one here: what they hold is counted, where is not told apart. */
+API cudaError_t cudaMemPoolCreate(cudaMemPool_t *pool, const struct cudaMemPoolProps *properties) {
     TRACE();
-    (void)stream;
-    struct pool *pool = &pools[oom_current_device()];
-    pool->device = oom_current_device();
+    return cudaDeviceGetDefaultMemPool(pool, properties->location.id);
+}
+
+static cudaError_t pool_alloc(struct pool *pool, void **pointer, size_t size) {
     pthread_mutex_lock(&pool_lock);
     uint64_t used = pool->used + (size + 511) / 512 * 512;
     uint64_t needed = (used + (32u << 20) - 1) / (32u << 20) * (32u << 20);
@@ -735,6 +909,20 @@ API cudaError_t cudaMallocAsync(void **pointer, size_t size, cudaStream_t stream
     }
     pthread_mutex_unlock(&pool_lock);
     return *pointer ? cudaSuccess : fail(cudaErrorMemoryAllocation);
+}
+
+API cudaError_t cudaMallocAsync(void **pointer, size_t size, cudaStream_t stream) {
+    TRACE();
+    (void)stream;
+    int device = oom_current_device();
+    pools[device].device = device;
+    return pool_alloc(&pools[device], pointer, size);
+}
+
+API cudaError_t cudaMallocFromPoolAsync(void **pointer, size_t size, cudaMemPool_t pool, cudaStream_t stream) {
+    TRACE();
+    (void)stream;
+    return pool_alloc((struct pool *)pool, pointer, size);
 }
 
 API cudaError_t cudaFreeAsync(void *pointer, cudaStream_t stream) {

@@ -82,13 +82,16 @@ OOM_EXPORT uint64_t oom_device_peak(int device); /* of all processes of the run 
 OOM_EXPORT int oom_device_processes(int physical, int *pids, uint64_t *used, int capacity);
 OOM_EXPORT uint64_t oom_physical_used(int physical);
 
-/* Pinned host memory. */
-OOM_EXPORT void *oom_host_alloc(size_t size);
-OOM_EXPORT int oom_host_free(void *pointer);
+/* Pinned host memory, and managed memory, which the driver moves between host and GPU: it is never the cause of an
+ * out-of-memory error, so it isn't counted on the device. */
+enum oom_host_kind { OOM_PINNED, OOM_MANAGED, OOM_REGISTERED, OOM_HOST_KINDS };
+OOM_EXPORT void *oom_host_alloc(size_t size, int kind);
+OOM_EXPORT int oom_host_free(void *pointer, int kind); /* 0, or -1 when it is no allocation of this kind */
 OOM_EXPORT int oom_host_register(void *pointer, size_t size);
 OOM_EXPORT int oom_host_unregister(void *pointer);
-OOM_EXPORT int oom_host_find(const void *pointer, void **base, size_t *size);
+OOM_EXPORT int oom_host_find(const void *pointer, void **base, size_t *size); /* its kind, or -1 */
 OOM_EXPORT uint64_t oom_host_peak(void);
+OOM_EXPORT uint64_t oom_managed_peak(void);
 
 /* Values. Copies of at most keep_bytes are really made; larger ones only when they fill with zeros. */
 OOM_EXPORT void oom_copy(void *to, const void *from, size_t size);

@@ -230,69 +230,71 @@ int oom_find_allocation(const void *pointer, void **base, size_t *size, int *dev
     return segment ? 0 : -1;
 }
 
-/* ---- pinned host memory ---------------------------------------------------------------------------------------------- */
+/* ---- pinned and managed memory: both the host's here ----------------------------------------------------------------- */
 
 struct host_block {
     struct host_block *next;
     char *start;
     size_t size;
-    int mapped; /* ours to unmap */
+    int kind;
 };
 
 static struct host_block *host_blocks;
-static uint64_t host_used, host_peak;
+static uint64_t host_used[OOM_HOST_KINDS], host_peak[OOM_HOST_KINDS];
 
-static int host_add(void *start, size_t size, int mapped) {
+static int host_add(void *start, size_t size, int kind) {
     struct host_block *block = malloc(sizeof *block);
     if (!block) return -1;
+    int total = kind == OOM_MANAGED ? OOM_MANAGED : OOM_PINNED; /* registered memory is pinned too */
     pthread_mutex_lock(&oom_lock);
-    *block = (struct host_block){host_blocks, start, size, mapped};
+    *block = (struct host_block){host_blocks, start, size, kind};
     host_blocks = block;
-    host_used += size;
-    if (host_used > host_peak) host_peak = host_used;
+    host_used[total] += size;
+    if (host_used[total] > host_peak[total]) host_peak[total] = host_used[total];
     pthread_mutex_unlock(&oom_lock);
     return 0;
 }
 
-static int host_remove(void *pointer) {
+static int host_remove(void *pointer, int kind) {
     pthread_mutex_lock(&oom_lock);
     struct host_block **link = &host_blocks;
-    while (*link && (*link)->start != (char *)pointer) link = &(*link)->next;
+    while (*link && ((*link)->start != (char *)pointer || (*link)->kind != kind)) link = &(*link)->next;
     struct host_block *block = *link;
     if (block) {
         *link = block->next;
-        host_used -= block->size;
+        host_used[kind == OOM_MANAGED ? OOM_MANAGED : OOM_PINNED] -= block->size;
     }
     pthread_mutex_unlock(&oom_lock);
     if (!block) return -1;
-    if (block->mapped) munmap(block->start, block->size);
+    if (kind != OOM_REGISTERED) munmap(block->start, block->size);
     free(block);
     return 0;
 }
 
 /* Pages come when they are touched, so a large staging buffer costs the host nothing. */
-void *oom_host_alloc(size_t size) {
+void *oom_host_alloc(size_t size, int kind) {
     size_t taken = oom_round_up(size ? size : 1, 4096);
     void *map = mmap(NULL, taken, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (map == MAP_FAILED) return NULL;
-    if (host_add(map, taken, 1) == 0) return map;
+    if (host_add(map, taken, kind) == 0) return map;
     munmap(map, taken);
     return NULL;
 }
 
-int oom_host_free(void *pointer) { return host_remove(pointer); }
-int oom_host_register(void *pointer, size_t size) { return host_add(pointer, size, 0); }
-int oom_host_unregister(void *pointer) { return host_remove(pointer); }
-uint64_t oom_host_peak(void) { return host_peak; }
+int oom_host_free(void *pointer, int kind) { return host_remove(pointer, kind); }
+int oom_host_register(void *pointer, size_t size) { return host_add(pointer, size, OOM_REGISTERED); }
+int oom_host_unregister(void *pointer) { return host_remove(pointer, OOM_REGISTERED); }
+uint64_t oom_host_peak(void) { return host_peak[OOM_PINNED]; }
+uint64_t oom_managed_peak(void) { return host_peak[OOM_MANAGED]; }
 
 int oom_host_find(const void *pointer, void **base, size_t *size) {
     int found = -1;
     pthread_mutex_lock(&oom_lock);
-    for (struct host_block *block = host_blocks; block && found; block = block->next) {
+    for (struct host_block *block = host_blocks; block && found < 0; block = block->next) {
         if ((const char *)pointer < block->start || (const char *)pointer >= block->start + block->size) continue;
         *base = block->start;
         *size = block->size;
-        found = 0;
+        found = block->kind;
     }
     pthread_mutex_unlock(&oom_lock);
     return found;

@@ -23,9 +23,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from oomproof.measure import surroundings
-from oomproof.measure.answers import CHECKED, MASKED, MaskedBackward, affects_memory, expected_reads
+from oomproof.measure.answers import (
+    CHECKED,
+    MASKED,
+    SCATTERED,
+    MaskedBackward,
+    affects_memory,
+    expected_reads,
+    selected_by,
+)
 from oomproof.measure.compute import Bare, Computer
-from oomproof.measure.known import FLOATS, PLAIN, TINY, Known, is_ours, tensors_in
+from oomproof.measure.known import FLOATS, PLAIN, TINY, Known, NotHere, is_ours, tensors_in
 from oomproof.measure.operators import (
     COLLECTIVES,
     COPY_INTO,
@@ -128,6 +136,9 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         return len(plan.written) == 1 or plan.written[-1][0] < len(args)
 
     def _after(self, plan: Plan, args: Any, kwargs: Any, out: Any) -> None:
+        if plan.name in SCATTERED:
+            with contextlib.suppress(NotHere), Bare():
+                self._masks.remember(args, out.shape, [selected_by(args[1], out.shape, self.known)])
         if plan.needs_first and args:
             first = args[0]
             if isinstance(first, torch.Tensor) and first.is_cuda:
@@ -202,7 +213,7 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         expected = expected_reads(func, args, kwargs, self.known)
         if func._schema.name in MASKED:
             counts = list(expected)
-            self._masks.remember(args, counts)
+            self._masks.remember(args, args[0].shape, counts)
             return iter(counts)
         return expected
 

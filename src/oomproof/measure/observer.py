@@ -17,6 +17,7 @@ from time import time_ns
 from types import ModuleType
 from typing import Any
 
+from oomproof.measure import leaving
 from oomproof.measure.counters import Counters
 from oomproof.measure.hooks import Hooks
 from oomproof.measure.ledger import Ledger, Mark, breakdown
@@ -30,6 +31,9 @@ TRACE_ENTRIES = 2_000_000
 
 #: Python stacks are a quarter of what observing costs; a steady run peaks first in one of these steps.
 STEPS_WITH_STACKS = 2
+
+#: How much longer than it took itself a rank that was stopped waits for the others.
+PATIENCE_SECONDS = 60.0
 
 LABEL_OF_EVENT = {
     phantom_device.EVENT_WORKSPACE: "workspace",
@@ -60,6 +64,7 @@ class Observer:
         self.step_started = self.started
         self.told = 0.0
         self.per_step: list[dict[str, Any]] = []
+        self.merged: dict[str, Any] | None = None  # a step whose end was taken back
         self.calls: dict[str, dict[str, Any]] = {}
         self.oom: dict[str, Any] | None = None
         self.communicators: list[int] = []  # how many ranks each has
@@ -93,6 +98,7 @@ class Observer:
 
     def _cuda_ready(self) -> None:
         self.counters.ready = True
+        leaving.register(self.folder)
         if self.forked:
             from multiprocessing import util
 
@@ -150,14 +156,18 @@ class Observer:
             self.oom["caught"] = True
         now = time.perf_counter()
         allocated, reserved = self.counters.end_window() if self.counters.ready else (0, 0)
-        self.per_step.append(
-            {
-                "step": self.step,
-                "allocated_bytes": allocated,
-                "reserved_bytes": reserved,
-                "seconds": round(now - self.step_started, 6),
-            }
-        )
+        record = {
+            "step": self.step,
+            "allocated_bytes": allocated,
+            "reserved_bytes": reserved,
+            "seconds": round(now - self.step_started, 6),
+        }
+        if self.merged is not None:
+            record["allocated_bytes"] = max(allocated, self.merged["allocated_bytes"])
+            record["reserved_bytes"] = max(reserved, self.merged["reserved_bytes"])
+            record["seconds"] = round(record["seconds"] + self.merged["seconds"], 6)
+            self.merged = None
+        self.per_step.append(record)
         self._progress()
         wanted = self.config["steps"]
         last, before = self.per_step[-1], self.per_step[-2] if len(self.per_step) > 1 else None
@@ -175,9 +185,9 @@ class Observer:
             self._read_trace(more=True)
 
     def merge_last_step(self) -> None:
-        """Take back the end of the last step: a second optimizer turned out to belong to it."""
+        """Take back the end of the last step: another optimizer call turned out to belong to it."""
         if self.per_step:
-            self.per_step.pop()
+            self.merged = self.per_step.pop()
             self.step -= 1
 
     # ---- reading the trace -----------------------------------------------------------------------------------------
@@ -266,6 +276,8 @@ class Observer:
                 stream.flush()
             except (OSError, ValueError):
                 continue  # the script closed it, or nobody reads any more
+        if self.torch.distributed.is_available() and self.torch.distributed.is_initialized():
+            leaving.wait_for_others(self.folder, time.perf_counter() - self.started + PATIENCE_SECONDS)
         for child in sys.modules["multiprocessing"].active_children() if "multiprocessing" in sys.modules else ():
             child.terminate()
         os._exit(0)
@@ -276,6 +288,8 @@ class Observer:
 
     def finish(self, why: str, error: BaseException | None = None) -> None:
         """Write this process's findings, once."""
+        if error is None and os.getpid() == self.pid:
+            self.hooks.settle()
         if self.finished or os.getpid() != self.pid:
             return
         self.finished = True

@@ -64,6 +64,7 @@ class Observer:
         self.step_started = self.started
         self.told = 0.0
         self.per_step: list[dict[str, Any]] = []
+        self.place = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self.merged: dict[str, Any] | None = None  # a step whose end was taken back
         self.calls: dict[str, dict[str, Any]] = {}
         self.oom: dict[str, Any] | None = None
@@ -148,10 +149,19 @@ class Observer:
         call["allocated_bytes"] = max(call["allocated_bytes"], allocated)
         call["reserved_bytes"] = max(call["reserved_bytes"], reserved)
 
+    def _in_a_world(self) -> bool:
+        """Return whether a process group is there, and note this process's place in it: mp.spawn sets no RANK."""
+        distributed = self.torch.distributed
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return False
+        self.place = distributed.get_rank(), distributed.get_world_size()
+        return True
+
     def end_step(self) -> None:
         """Close an optimizer step; ends the process when enough steps were made."""
         if self.finished:
             return
+        self._in_a_world()
         if self.oom is not None:
             self.oom["caught"] = True
         now = time.perf_counter()
@@ -258,7 +268,7 @@ class Observer:
     def _progress(self) -> None:
         """Tell the parent of the step, ten times a second at most: writing costs as much as hooking a layer."""
         now = time.perf_counter()
-        alone = self.config["world"] is not None or os.environ.get("RANK", "0") == "0"
+        alone = self.config["world"] is not None or self.place[0] == 0
         if alone and now - self.told > 0.1:
             self.told = now
             _write(self.folder / "progress.json", self.per_step[-1])
@@ -276,7 +286,7 @@ class Observer:
                 stream.flush()
             except (OSError, ValueError):
                 continue  # the script closed it, or nobody reads any more
-        if self.torch.distributed.is_available() and self.torch.distributed.is_initialized():
+        if self._in_a_world():
             leaving.wait_for_others(self.folder, time.perf_counter() - self.started + PATIENCE_SECONDS)
         for child in sys.modules["multiprocessing"].active_children() if "multiprocessing" in sys.modules else ():
             child.terminate()
@@ -299,6 +309,7 @@ class Observer:
     def _findings(self, why: str, error: BaseException | None, brief: bool = False) -> dict[str, Any]:
         """Return what is known of this process; ``brief`` leaves the trace unread, and with it the breakdown."""
         torch = self.torch
+        self._in_a_world()
         used = self.counters.ready
         if used:
             self.counters.fold()
@@ -326,8 +337,8 @@ class Observer:
             "pid": self.pid,
             "argv": sys.argv,
             "used_gpu": used and reserved > 0,
-            "rank": int(os.environ.get("RANK", "0")),
-            "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+            "rank": self.place[0],
+            "world_size": self.place[1],
             "local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             "device": index,
             "torch": {"version": torch.__version__, "cuda": torch.version.cuda},

@@ -6,7 +6,7 @@ GPU ?= t4
 TORCH := torch==2.14.1 torchvision==0.29.1
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input --quiet
 
-.PHONY: demo test check test-versions environment clean
+.PHONY: demo test check accuracy test-versions environment clean
 .DELETE_ON_ERROR:
 
 demo: environment
@@ -20,6 +20,10 @@ check: environment
 	$(BIN)/ruff format --check src tests examples
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/unit
+
+# Writes the tables of docs/accuracy.md from benchmarks/accuracy/results.jsonl; needs nothing but Python.
+accuracy:
+	$(PYTHON) benchmarks/accuracy/render.py
 
 # The same tests with the torch of other interpreters: make test-versions PYTHONS="a/bin/python b/bin/python"
 test-versions: environment

@@ -207,9 +207,47 @@ def coco(folder: Path) -> None:
         (folder / "annotations" / f"instances_{split}.json").write_text(json.dumps(told))
 
 
+def flux2_klein(folder: Path) -> None:
+    """Write what PEFT's method_comparison/image-gen loads by name: FLUX.2 klein 4B, DINOv2 and 20 pictures."""
+    from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2Transformer2DModel
+    from transformers import Dinov2Config, Dinov2Model, Qwen3Config, Qwen3ForCausalLM
+
+    model = folder / "black-forest-labs" / "FLUX.2-klein-base-4B"
+    diffusers_model(
+        Flux2Transformer2DModel, model / "transformer", torch.bfloat16, num_layers=5, num_single_layers=20,
+        num_attention_heads=24, joint_attention_dim=7680, guidance_embeds=False,
+    )  # fmt: skip
+    diffusers_model(AutoencoderKLFlux2, model / "vae", torch.bfloat16)
+    text = Qwen3Config(
+        vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+    )  # fmt: skip
+    hf_model(Qwen3ForCausalLM, text, model / "text_encoder")
+    FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True).save_pretrained(model / "scheduler")
+    tokenizer(model / "tokenizer")
+    told = {"tokenizer_class": "Qwen2TokenizerFast", "pad_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    told["chat_template"] = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (model / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(told))
+    parts = {
+        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"], "vae": ["diffusers", "AutoencoderKLFlux2"],
+        "text_encoder": ["transformers", "Qwen3ForCausalLM"], "tokenizer": ["transformers", "Qwen2TokenizerFast"],
+        "transformer": ["diffusers", "Flux2Transformer2DModel"],
+    }  # fmt: skip
+    index = {"_class_name": "Flux2KleinPipeline", "_diffusers_version": "0.38.0", "is_distilled": False, **parts}
+    (model / "model_index.json").write_text(json.dumps(index))
+    judge = folder / "facebook" / "dinov2-base"
+    hf_model(Dinov2Model, Dinov2Config(image_size=518), judge, torch.float32)
+    sight = {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": 256}}
+    sight["crop_size"] = {"height": 224, "width": 224}
+    (judge / "preprocessor_config.json").write_text(json.dumps(sight))
+    for number in range(20):
+        cats = folder / "peft-internal-testing" / "cat-image-dataset" / "train"
+        noise(cats / f"{number:03d}.png", (768, 768), number)
+
+
 MAKERS: dict[str, Callable[[Path], None]] = {
     "llama-1b": llama_1b, "mistral-7b": mistral_7b, "qwen2-0.5b": qwen2_05b, "sd15": stable_diffusion_15,
-    "texts": texts, "captions": captions, "coco": coco,
+    "texts": texts, "captions": captions, "coco": coco, "flux2-klein": flux2_klein,
 }  # fmt: skip
 
 

@@ -261,11 +261,12 @@ class Hooks:
 
     def _is_round(self, groups: int) -> bool:
         """Return whether every optimizer was called as often as in a whole step."""
-        if self.last_cycle:
-            return all(_calls_of(which, self.cycle) >= _calls_of(which, self.last_cycle) for which, _ in self.last_cycle)
+        calls, last = self.cycle, self.last_cycle
+        if last:
+            return all(_calls_of(which, calls) >= _calls_of(which, last) for which, _ in last)
         # The first step: DeepSpeed's ZeRO-1 and 2 show an optimizer one of its groups at each call.
-        return all(_calls_of(which, self.cycle) * groups >= (built if which == self.call[0] else 1)
-                   for which, built in self.built.items())  # fmt: skip
+        wanted = {which: built if which == self.call[0] else 1 for which, built in self.built.items()}
+        return all(_calls_of(which, calls) * groups >= count for which, count in wanted.items())
 
     def _work_begins(self) -> None:
         """Forget the steps before the first forward or backward pass: they only made the optimizer's states.

@@ -286,7 +286,7 @@ class Observer:
                 stream.flush()
             except (OSError, ValueError):
                 continue  # the script closed it, or nobody reads any more
-        if self._in_a_world():
+        if self._in_a_world() and self.config["world"] is None:
             leaving.wait_for_others(self.folder, time.perf_counter() - self.started + PATIENCE_SECONDS)
         for child in sys.modules["multiprocessing"].active_children() if "multiprocessing" in sys.modules else ():
             child.terminate()

@@ -100,7 +100,7 @@ def misses(rows: list[Row]) -> str:
         raise ValueError(f"give a reason for the miss of: {', '.join(unexplained)}")
     head = ["what ran", "compared", "difference", "why"]
     body = [[row["what"], row["quantity"], difference(row), row["reason"]] for row in missed]
-    return table(head, body) if body else "None."
+    return table(head, body).replace("|---:|\n", "|---|\n", 1) if body else "None."
 
 
 def messages(rows: list[Row]) -> str:

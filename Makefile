@@ -9,7 +9,7 @@ VERSIONS ?= 2.4.1 2.6.0 2.11.0
 PYTHONS ?= $(VERSIONS:%=$(CURDIR)/.venv-%/bin/python)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input --quiet
 
-.PHONY: demo test check test-versions environment clean
+.PHONY: demo test check accuracy test-versions environment clean
 .DELETE_ON_ERROR:
 
 demo: environment
@@ -23,6 +23,10 @@ check: environment
 	$(BIN)/ruff format --check src tests examples
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/unit
+
+# Writes the tables of docs/accuracy.md from benchmarks/accuracy/results.jsonl; needs nothing but Python.
+accuracy:
+	$(PYTHON) benchmarks/accuracy/render.py
 
 # tests/phantom with other versions of torch: each gets an environment of its own (5 GB) with nothing but torch in it.
 # Interpreters that are there already: make test-versions PYTHONS="a/bin/python b/bin/python"

@@ -67,3 +67,51 @@ def test_processes_on_one_gpu_are_counted_together(tmp_path: Path) -> None:
     found = measured(tmp_path, code)
     assert found.peak.allocated_bytes == 6 * GIB
     assert 10 * GIB < found.peak.device_bytes < 10.5 * GIB
+
+
+RANKS = """
+import socket, sys, time
+import torch, torch.distributed as dist
+
+def work(rank, port):
+    torch.cuda.set_device(rank)
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=2)
+    layer = torch.nn.Linear(8, 8).cuda()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for step in range(5):
+        layer(torch.zeros(1, 8, device="cuda")).sum().backward()
+        BEFORE_STEP
+        optimizer.step()
+
+if __name__ == "__main__":
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(work, args=(port,), nprocs=2)
+"""
+
+
+def ranks(folder: Path, before_step: str) -> Measurement:
+    """Run two ranks, of which the first serves the store, with a line before each optimizer step."""
+    script = folder / "script.py"
+    script.write_text(RANKS.replace("BEFORE_STEP", before_step))
+    return oomproof.run([PYTHON, str(script)], gpu="t4", gpus=2)
+
+
+def test_a_stopped_rank_stays_until_the_others_are_done(tmp_path: Path) -> None:
+    """Rank 0 has made its steps first; rank 1 still needs the store that it serves."""
+    found = ranks(tmp_path, "time.sleep(rank); store.set(f'{rank} {step}', 'done')")
+    assert (found.ended, found.verdict, found.steps) == ("steps-reached", "fits", 3)
+    assert [rank.verdict for rank in found.ranks] == ["fits", "fits"]
+
+
+def test_ranks_exchange_empty_tensors(tmp_path: Path) -> None:
+    """A collective of no elements, which DeepSpeed's ZeRO-3 makes, is over at once on every rank."""
+    found = ranks(
+        tmp_path,
+        "empty = torch.empty(0, device='cuda'); dist.broadcast(empty, 0); dist.all_reduce(empty); "
+        "number = torch.full((1,), rank + 5, device='cuda'); dist.broadcast(number, 0); assert number.item() == 5",
+    )
+    assert (found.ended, found.verdict, found.notes) == ("steps-reached", "fits", ())
+    assert (found.world.size, [rank.device for rank in found.ranks]) == (2, [0, 1])

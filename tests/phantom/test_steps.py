@@ -191,19 +191,77 @@ def alternating():
         print("step", step)
 
 
-@pytest.mark.parametrize(
-    "program", [accumulation, two_optimizers, closure, own_optimizer, scaled, alternating], ids=lambda p: p.__name__
-)
+def part_by_part():
+    """Show the optimizer one of its groups at a time, as DeepSpeed's ZeRO-1 and 2 do."""
+    torch, net, x = net_and_data()
+    optimizer = torch.optim.AdamW([{"params": net[0].parameters()}, {"params": net[2].parameters()}])
+    groups = optimizer.param_groups
+    for step in range(4):
+        net(x).sum().backward()
+        for group in groups:
+            optimizer.param_groups = [group]
+            optimizer.step()
+            optimizer.param_groups = groups
+            print("called")
+        optimizer.zero_grad()
+        print("step", step)
+
+
+def states_first():
+    """Step part by part, the first time on zeros before any forward pass, as DeepSpeed's ZeRO-3 does."""
+    torch, net, x = net_and_data()
+    parameters = list(net.parameters())
+    optimizer = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for step in range(-1, 4):
+        if step >= 0:
+            net(x).sum().backward()
+        for parameter in parameters:
+            optimizer.param_groups[0]["params"] = [parameter]
+            optimizer.step()
+        for parameter in parameters:
+            parameter.grad = None
+        if step >= 0:
+            print("step", step)
+
+
+def without_backward():
+    """Neither module nor backward pass."""
+    import torch
+
+    weight = torch.nn.Parameter(torch.zeros(8, device="cuda"))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for step in range(4):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        print("step", step)
+
+
+PROGRAMS = [
+    accumulation, two_optimizers, closure, own_optimizer, scaled, alternating, part_by_part, states_first,
+    without_backward,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 def test_a_step_is_one_round_of_all_optimizers(
     measure: Measure, program: Callable[[], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """What the script calls four steps is reported as four, whatever happens within one."""
     found = measure(program, uses=[net_and_data], steps=None)
     assert found.steps == 4
+    assert found.peak.allocated_bytes == max(step.allocated_bytes for step in found.per_step)
     stopped = measure(program, uses=[net_and_data], steps=2, quiet=False)
     assert stopped.steps == 2
     printed = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step")]
     assert printed in (["step 0"], ["step 0", "step 1"])  # the second round has ended, the third has not
+
+
+def test_the_first_step_has_all_groups(measure: Measure, capfd: pytest.CaptureFixture[str]) -> None:
+    """An optimizer that is shown two groups in turn has made its first step after the second."""
+    assert measure(part_by_part, uses=[net_and_data], steps=1, quiet=False).steps == 1
+    assert capfd.readouterr().out.count("called") == 1  # the process ends within the second call
 
 
 @pytest.mark.usefixtures("transformers")

@@ -340,7 +340,7 @@ def test_the_allocator_sees_nothing_of_it(child: Any, foreach: bool, checkpointe
 
 
 def test_backward_answers_masks(child: Any) -> None:
-    """The backward of x[mask] reads the mask's count again, on autograd's thread, where the mirror is not."""
+    """The backward of x[mask] and masked_scatter reads the mask's count, on autograd's thread without the mirror."""
     assert child(
         """
         mask = torch.arange(10, device="cuda") > 3
@@ -357,14 +357,23 @@ def test_backward_answers_masks(child: Any) -> None:
             return x.t()[torch.tensor([True, False, False], device="cuda"), mask]
         def put_new(x):
             return torch.zeros_like(x).index_put((mask,), x[:6])
-        for make in (lambda x: x[mask], lambda x: x.t()[:, mask], put_new, put, put_slice, two_masks):
+        def scatter(x):
+            return torch.zeros(10, 3, device="cuda").masked_scatter(mask[:, None], x)
+        def scatter_wide(x):
+            return torch.zeros(3, device="cuda").masked_scatter(mask[:, None], x)
+        def scatter_into(x):
+            y = x * 2
+            y[:, 1:].masked_scatter_(mask[:, None], x)
+            return y
+        for make in (lambda x: x[mask], lambda x: x.t()[:, mask], put_new, put, put_slice, two_masks, scatter,
+                     scatter_wide, scatter_into):
             x = torch.randn(10, 3, device="cuda", requires_grad=True)
             loss = make(x).sum()
             loss.backward()
             shapes.append(list(x.grad.shape))
         result = [shapes, unknown]
         """
-    ) == [[[10, 3]] * 6, []]
+    ) == [[[10, 3]] * 9, []]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

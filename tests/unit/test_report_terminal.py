@@ -293,7 +293,8 @@ Next: keep this measurement in a file:
 """
 
 VALUE_READS_TEXT = """\
-FITS  peak 11.10 GiB of 14.56 GiB on Tesla T4 (3.47 GiB to spare)
+FITS  peak 11.10 GiB of 14.56 GiB on Tesla T4 (3.47 GiB to spare), with 8 sizes
+      that only a kernel computes taken as 0
 
 Peak         allocated  10,739,515,392 bytes  10.00 GiB  max_memory_allocated()
              reserved   11,811,160,064 bytes  11.00 GiB  max_memory_reserved()

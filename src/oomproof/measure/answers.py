@@ -45,6 +45,9 @@ MASKED = frozenset(
     "aten::" + n for n in ("index", "_unsafe_index", "index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_")
 )
 
+#: Operators that read nothing themselves, but whose backward reads how much the mask selects.
+SCATTERED = frozenset(("aten::masked_scatter", "aten::masked_scatter_"))
+
 #: Operators that give the script a yes or a no.
 VERDICTS = frozenset(("aten::equal", "aten::allclose", "aten::is_nonzero"))
 
@@ -99,8 +102,12 @@ def _nonzero(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
 
 def _masked_select(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
     source, mask = args[:2]
-    shape = torch.broadcast_shapes(source.shape, mask.shape)
-    yield count_true(mask, known) * (math.prod(shape) // mask.numel() if mask.numel() else 0)
+    yield selected_by(mask, torch.broadcast_shapes(source.shape, mask.shape), known)
+
+
+def selected_by(mask: Any, shape: Any, known: Known) -> int:
+    """Return how many elements of a tensor of this shape the mask selects, once it is expanded to it."""
+    return count_true(mask, known) * (math.prod(shape) // mask.numel() if mask.numel() else 0)
 
 
 def _masks(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
@@ -253,27 +260,31 @@ def assumed_by(node: Any, size: int, *, first: bool) -> bytes | None:
 
 
 class MaskedBackward:
-    """The counts that the backward of ``x[mask]`` and ``x[mask] = y`` reads, remembered from the forward pass.
+    """The counts that the backward of ``x[mask]``, ``x[mask] = y`` and ``x.masked_scatter(mask, y)`` reads.
 
+    They are remembered from the forward pass.
     Backward runs without the mirror, and looking at the mask that a node saved would run its saved-tensor hooks. The
     node is found again by its sequence number, which is the last one given out while its operator runs.
     """
 
     _MOST = 65536
     _SLICES = "torch::autograd::CopySlices"  # wraps the node of x[..., :n][mask] = y, and comes right after it
-    _NODES = frozenset(("IndexBackward0", "IndexPutBackward0", "UnsafeIndexBackward0", "UnsafeIndexPutBackward0"))
+    _NODES = frozenset(
+        ("IndexBackward0", "IndexPutBackward0", "UnsafeIndexBackward0", "UnsafeIndexPutBackward0",
+         "MaskedScatterBackward0")
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._counts: dict[tuple[int, tuple[int, ...] | None], list[int]] = {}
         self._place = threading.local()
 
-    def remember(self, args: Any, counts: list[Any]) -> None:
-        """Remember what the operator that is running now has read."""
+    def remember(self, args: Any, shape: Any, counts: list[Any]) -> None:
+        """Remember what the operator that is running now, whose node has this shape, makes its backward read."""
         if not counts or not any(t.requires_grad for t in tensors_in(args)):
             return
         number = torch._C._autograd._get_sequence_nr() - 1
         # The shape tells apart nodes of a recomputation, which autograd's thread numbers afresh.
-        self._counts[number, tuple(args[0].shape)] = self._counts[number, None] = counts
+        self._counts[number, tuple(shape)] = self._counts[number, None] = counts
         while len(self._counts) > self._MOST:
             del self._counts[next(iter(self._counts))]
 

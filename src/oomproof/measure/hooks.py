@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 SAMPLED_GRADIENTS = 4
 
 
+#: An optimizer and the parameters that one call of its step() had.
+Call = tuple[int, int]
+
+
 class Hooks:
     """Tells an Observer when modules, backward passes and optimizer steps begin and end."""
 
@@ -37,11 +41,14 @@ class Hooks:
         self.names: dict[int, str] = {}
         self.reached: dict[str, Any] = {}
         self.last_output = 0
-        self.labelled: set[tuple[int, int]] = set()
+        self.labelled: set[tuple[int, ...]] = set()
         self.roots: Any = weakref.WeakValueDictionary()  # a model that the script drops must go
-        self.built: dict[int, None] = {}  # optimizers that were constructed
-        self.cycle: list[int] = []  # optimizers that made this step
-        self.last_cycle: list[int] = []
+        self.built: dict[int, int] = {}  # optimizers that were constructed, with their number of parameter groups
+        self.call: Call = (0, 0)  # the one that is running
+        self.cycle: list[Call] = []  # calls of optimizers that made this step
+        self.last_cycle: list[Call] = []
+        self.worked = False  # a module or a backward pass ran
+        self.backward_since = False  # a backward pass began after the last optimizer call
         self.hooked_optimizer = False
         self.gradients: list[Any] | None = None
 
@@ -131,6 +138,8 @@ class Hooks:
             self.observer.label("buffer", self._addresses(module.buffers()))
         self.observer.label("input", self._addresses([args, kwargs]))
         self.phase = "forward"
+        if not self.worked:
+            self._work_begins()
 
     def _name(self, module: Any) -> str:
         name = type(module).__name__
@@ -176,6 +185,9 @@ class Hooks:
     def _begin_backward(self) -> str:
         if self._stepped_unseen():
             self._step_done()
+        if not self.worked:
+            self._work_begins()
+        self.backward_since = True
         before, self.phase, self.in_backward = self.phase, "backward", True
         self.observer.mark("backward", None)
         return before
@@ -195,18 +207,23 @@ class Hooks:
 
         @functools.wraps(original)
         def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            self.built[id(optimizer)] = None
+            self.built[id(optimizer)] = 1
             original(optimizer, *args, **kwargs)
+            self.built[id(optimizer)] = len(optimizer.param_groups)
 
         self.torch.optim.Optimizer.__init__ = init
 
+    # One training step can call an optimizer several times: DeepSpeed's ZeRO gives it one part of the parameters after
+    # another. So what counts as "the same again" is an optimizer with the same parameters, or after a backward pass.
+
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.in_optimizer == 0:
-            self._begin_cycle(id(optimizer))
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self.call = id(optimizer), hash(tuple(map(id, parameters)))
+            self._begin_cycle(self.call)
             self.observer.label("gradient", self._addresses([p.grad for p in parameters if p.grad is not None]))
-            if (id(optimizer), 0) not in self.labelled:
-                self.labelled.add((id(optimizer), 0))
+            if (*self.call, 0) not in self.labelled:
+                self.labelled.add((*self.call, 0))
                 self.observer.label("parameter", self._addresses(parameters))
                 self.observer.reads.written(parameters)
         self.in_optimizer += 1
@@ -217,12 +234,16 @@ class Hooks:
         self.phase = "optimizer"
         self.observer.mark("optimizer", None)
 
-    def _begin_cycle(self, which: int) -> None:
-        if which in self.cycle:  # the same optimizer again: the step ended without being noticed
-            self._step_done()
-        elif not self.cycle and self.last_cycle and which not in self.last_cycle:
-            self.observer.merge_last_step()  # a second optimizer of the step that was just counted
-            self.cycle, self.last_cycle = self.last_cycle, []
+    def _begin_cycle(self, call: Call) -> None:
+        if call in self.cycle or (self.backward_since and _calls_of(call[0], self.cycle)):
+            self.worked = True  # if it had not: a loop that computes its gradients without modules and autograd
+            self._step_done()  # the same again: the step ended without being noticed
+        elif not self.cycle and self.last_cycle:
+            known = call in self.last_cycle if not self.backward_since else _calls_of(call[0], self.last_cycle)
+            if not known and self.worked:
+                self.observer.merge_last_step()  # another optimizer or part of the step that was just counted
+                self.cycle, self.last_cycle = self.last_cycle, []
+        self.backward_since = False
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.in_optimizer = max(0, self.in_optimizer - 1)
@@ -234,9 +255,31 @@ class Hooks:
             self.observer.label("optimizer_state", self._addresses(state))
         self.phase = "other"
         self.observer.mark("other", None)
-        self.cycle.append(id(optimizer))
-        expected = set(self.last_cycle) if self.last_cycle else set(self.built)
-        if expected <= set(self.cycle):
+        self.cycle.append(self.call)
+        if self.worked and self._is_round(len(optimizer.param_groups)):
+            self._step_done()
+
+    def _is_round(self, groups: int) -> bool:
+        """Return whether every optimizer was called as often as in a whole step."""
+        calls, last = self.cycle, self.last_cycle
+        if last:
+            return all(_calls_of(which, calls) >= _calls_of(which, last) for which, _ in last)
+        # The first step: DeepSpeed's ZeRO-1 and 2 show an optimizer one of its groups at each call.
+        wanted = {which: built if which == self.call[0] else 1 for which, built in self.built.items()}
+        return all(_calls_of(which, calls) * groups >= count for which, count in wanted.items())
+
+    def _work_begins(self) -> None:
+        """Forget the steps before the first forward or backward pass: they only made the optimizer's states.
+
+        DeepSpeed's ZeRO-3 and torch.distributed.checkpoint do so. How many calls they made is worth knowing.
+        """
+        self.worked = True
+        if self.cycle:
+            self.last_cycle, self.cycle = self.cycle, []
+
+    def settle(self) -> None:
+        """Count the step of a script that ended with neither a module nor a backward pass."""
+        if self.cycle and not self.worked:
             self._step_done()
 
     def leave_optimizer(self) -> None:
@@ -327,6 +370,10 @@ class Hooks:
             return original(enabled="all", context=context, stacks=stacks, max_entries=self.observer.trace_entries)
 
         memory._record_memory_history = record
+
+
+def _calls_of(optimizer: int, calls: list[Call]) -> int:
+    return sum(which == optimizer for which, _ in calls)
 
 
 def _first_tensor(output: Any, tensor_type: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from oomproof.measure.answers import SCATTERED
 from oomproof.measure.known import tensors_in
 
 # Kinds of operators, cheapest first.
@@ -101,7 +102,9 @@ class Plan:
                 return {"to": TO_COPY, "lift_fresh": FRESH}.get(short, NOTHING)
             if self.name in ("aten::_to_copy", "aten::to"):
                 return TO_COPY
-            return FRESH if kinds == ["Tensor"] else GENERAL
+            return FRESH if kinds == ["Tensor"] and self.name not in SCATTERED else GENERAL
+        if self.name in SCATTERED:
+            return GENERAL
         if self.name == "aten::copy_":
             return COPY_INTO
         if self.written == [(0, schema.arguments[0].name)] and first == "Tensor":

@@ -24,16 +24,18 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from oomproof.measure import versions
 from oomproof.measure.answers import (
     MASKED,
+    SCATTERED,
     MaskedBackward,
     affects_memory,
     assumed,
     assumed_by,
     expected_reads,
     is_check,
+    selected_by,
     validates,
 )
 from oomproof.measure.compute import Bare, Computer
-from oomproof.measure.known import FLOATS, PLAIN, TINY, Known, is_ours, tensors_in
+from oomproof.measure.known import FLOATS, PLAIN, TINY, Known, NotHere, is_ours, tensors_in
 from oomproof.measure.operators import (
     COLLECTIVES,
     COPY_INTO,
@@ -139,6 +141,9 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         return len(plan.written) == 1 or plan.written[-1][0] < len(args)
 
     def _after(self, plan: Plan, args: Any, kwargs: Any, out: Any) -> None:
+        if plan.name in SCATTERED:
+            with contextlib.suppress(NotHere), Bare():
+                self._masks.remember(args, out.shape, [selected_by(args[1], out.shape, self.known)])
         if plan.needs_first and args:
             first = args[0]
             if isinstance(first, torch.Tensor) and first.is_cuda:
@@ -255,7 +260,7 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         expected = expected_reads(name, func, args, kwargs, self.known)
         if name in MASKED:
             counts = list(expected)
-            self._masks.remember(args, counts)
+            self._masks.remember(args, args[0].shape, counts)
             return iter(counts)
         return expected
 

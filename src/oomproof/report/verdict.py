@@ -57,6 +57,9 @@ def headline(measurement: Measurement) -> Headline:
 def _fits(measurement: Measurement) -> Headline:
     spare = measurement.gpu.memory_bytes - measurement.peak.device_bytes
     figures = f"{_figures(measurement)} ({format_bytes(spare)} to spare)"
+    sized = sum(read.count for read in measurement.value_reads if read.affects_memory)
+    if sized:  # a detector's proposals: no range can say how many there would be
+        figures += f", with {plural(sized, 'size')} that only a kernel computes taken as 0"
     _, high = device_bounds(measurement)
     if high > measurement.gpu.memory_bytes:
         reach = f": the range reaches past the GPU, to {format_bytes(high)}"

@@ -365,6 +365,10 @@ static void finish(struct operation *o, const struct operation *to_self) {
     struct communicator *c = o->communicator;
     size_t size = bytes_of(o), own = size * (size_t)c->rank;
     int root = o->peer == c->rank;
+    if (size == 0) { /* nobody posts nothing: DeepSpeed's ZeRO-3 sends empty tensors */
+        oom_collective_done(1);
+        return;
+    }
     if (!small(o)) { /* these hold no values; what was there before must not be read as the answer */
         if (o->kind == ALL_REDUCE || o->kind == BROADCAST || (o->kind == REDUCE && root)) {
             if (o->from != o->to) oom_copy(o->to, o->from, size);

@@ -1,7 +1,10 @@
-"""What ATen's own code reads back from the device, and the answer where the inputs are known.
+"""What ATen's own code reads back from the device: the answer where the inputs are known, else its bounds.
 
 Some operators read a number that a kernel computed before they can go on: how many elements a mask selects, how many
 values are unique. Which reads happen, in which order and how wide was seen with torch 2.6, 2.11 and 2.14.
+
+A count of unknown values lies between bounds that follow from shapes alone; each function here that yields ``Bounds``
+says why.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import ctypes
 import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,9 +27,10 @@ SIZING = frozenset(
         "_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "_unique", "_unique2", "unique_dim",
         "unique_consecutive", "unique_dim_consecutive", "repeat_interleave", "bincount", "embedding_dense_backward",
         "_embedding_bag_dense_backward", "_coalesce", "coalesce", "_to_sparse", "to_sparse", "_ctc_loss", "where",
-        "nonzero_numpy", "_use_cudnn_ctc_loss", "_cudnn_ctc_loss",
+        "nonzero_numpy", "_use_cudnn_ctc_loss", "_cudnn_ctc_loss", "_to_sparse_csr", "to_sparse_csr", "_to_sparse_csc",
+        "_to_sparse_bsr", "_to_sparse_bsc",
     )
-)  # fmt: skip
+) | {"torchvision::nms"}  # fmt: skip
 
 #: Operators that read a floating-point range or an error code, and size nothing by it.
 HARMLESS = frozenset(("aten::histc", "aten::_linalg_check_errors", "aten::segment_reduce"))
@@ -43,6 +47,23 @@ VERDICTS = frozenset(("aten::equal", "aten::allclose", "aten::is_nonzero"))
 CHECKED = frozenset(("aten::repeat_interleave", "aten::segment_reduce"))
 
 
+class Bounds(NamedTuple):
+    """The smallest and the largest count that an operator can read; ``most`` is None where shapes do not tell.
+
+    ``follows`` is the count that follows from values that are assumed already.
+    """
+
+    least: int
+    most: int | None
+    follows: int | None = None
+
+    def answer(self, many: bool) -> int:
+        """Return the count that follows, else the largest or the smallest."""
+        if self.follows is not None:
+            return self.follows
+        return self.most if many and self.most is not None else self.least
+
+
 def affects_memory(operation: str, dtype: Any) -> bool | None:
     """Return whether an unknown number read by this operator may change memory; None when the script decides."""
     if operation in SIZING:
@@ -52,13 +73,14 @@ def affects_memory(operation: str, dtype: Any) -> bool | None:
     return False if dtype in FLOATS and operation not in VERDICTS else None
 
 
-def expected_reads(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | bytes]:
-    """Yield what the operator will read, in order; raises NotHere when that depends on unknown values.
+def expected_reads(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | bytes | Bounds]:
+    """Yield what the operator will read, in order; raises NotHere when nothing can be said of it.
 
-    An int is a count, as wide as the read turns out to be; bytes are a whole copied tensor.
+    An int is a count, as wide as the read turns out to be, Bounds are those of a count of unknown values; bytes are a
+    whole copied tensor.
     """
-    name = func._schema.name[6:] if func._schema.name.startswith("aten::") else ""
-    reader = _READERS.get(name.rstrip("_") if name.endswith("_") else name)
+    namespace, _, name = func._schema.name.partition("::")
+    reader = _READERS.get(name.rstrip("_")) if namespace in ("aten", "torchvision") else None
     if reader is None:
         raise NotHere
     yield from reader(func, args, kwargs or {}, known)
@@ -68,57 +90,123 @@ def count_true(mask: Any, known: Known) -> int:
     """Return how many elements are not zero."""
     entry = known.entry(mask) if mask.is_cuda else None
     if entry is not None and entry.pattern is not None:
+        known.saw_assumed |= entry.assumed
         return mask.numel() if any(entry.pattern) else 0
     return int(torch.count_nonzero(known.host(mask)))
 
 
-def _nonzero(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
-    yield count_true(args[0], known)
+def _nonzero(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | Bounds]:
+    yield _selected(args[0], known)
 
 
-def _masked_select(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
+def _selected(mask: Any, known: Known) -> int | Bounds:
+    """Return how many elements are not zero: of unknown ones none to all."""
+    known.saw_assumed = False
+    try:
+        count = count_true(mask, known)
+    except NotHere:
+        return Bounds(0, mask.numel())
+    return Bounds(0, mask.numel(), count) if known.saw_assumed else count
+
+
+def _masked_select(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | Bounds]:
     source, mask = args[:2]
-    shape = torch.broadcast_shapes(source.shape, mask.shape)
-    yield count_true(mask, known) * (math.prod(shape) // mask.numel() if mask.numel() else 0)
+    times = math.prod(torch.broadcast_shapes(source.shape, mask.shape)) // mask.numel() if mask.numel() else 0
+    count = _selected(mask, known)
+    if isinstance(count, Bounds):
+        yield Bounds(0, mask.numel() * times, None if count.follows is None else count.follows * times)
+    else:
+        yield count * times
 
 
-def _masks(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
+def _masks(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | Bounds]:
     for index in tensors_in(args[1]):
         if index.dtype in (torch.bool, torch.uint8):
-            yield count_true(index, known)
+            yield _selected(index, known)
 
 
-def _unique(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
-    values = known.host(args[0])
+def _distinct(count: int) -> Bounds:
+    """Return the bounds of how many values differ: where there is any, one to all."""
+    return Bounds(min(1, count), count)
+
+
+def _unique(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | Bounds]:
+    try:
+        values = known.host(args[0])
+    except NotHere:
+        # of booleans ATen counts the trues, and one of several is enough for two values
+        yield Bounds(0, int(args[0].numel() > 1)) if args[0].dtype == torch.bool else _distinct(args[0].numel())
+        return
     if values.dtype == torch.bool:
         yield int(values.sum())  # counts the trues; how many values that makes it works out itself
     else:
         yield torch.unique(values).numel()
 
 
-def _unique_consecutive(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
+def _unique_consecutive(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | Bounds]:
     dim = args[3] if len(args) > 3 else kwargs.get("dim")
-    yield _length(torch.unique_consecutive(known.host(args[0]), dim=dim), dim)
+    try:
+        yield _length(torch.unique_consecutive(known.host(args[0]), dim=dim), dim)
+    except NotHere:
+        yield _distinct(_length(args[0], dim))
 
 
-def _unique_dim(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
-    yield _length(torch.unique(known.host(args[0]), dim=args[1]), args[1])
+def _unique_dim(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | Bounds]:
+    try:
+        yield _length(torch.unique(known.host(args[0]), dim=args[1]), args[1])
+    except NotHere:
+        yield _distinct(_length(args[0], args[1]))
 
 
 def _length(values: Any, dim: int | None) -> int:
     return int(values.numel() if dim is None else values.size(dim))
 
 
-def _repeat_interleave(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
-    repeats = known.host(args[0])
+def _repeat_interleave(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | Bounds]:
+    try:
+        repeats = known.host(args[0])
+    except NotHere:
+        yield Bounds(0, None)  # a repeat may be any number; and then ATen asks whether all are positive
+        yield 1
+        return
     yield int(repeats.sum())
     yield int((repeats >= 0).all())
 
 
-def _bincount(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
-    values = known.host(args[0])
+def _bincount(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | Bounds]:
+    try:
+        values = known.host(args[0])
+    except NotHere:
+        yield 0  # ATen refuses negative values
+        yield Bounds(0, None)  # the largest value may be any; below minlength it changes nothing
+        return
     yield int(values.min())
     yield int(values.max())
+
+
+def _coalesce(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | Bounds]:
+    """Indices that are equal become one, so there are no more than places."""
+    sparse = args[0]
+    try:
+        yield torch.unique(known.host(sparse._indices()), dim=1).size(1)
+    except NotHere:
+        yield _distinct(min(sparse._nnz(), math.prod(sparse.shape[: sparse.sparse_dim()])))
+
+
+def _to_sparse(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[Bounds]:
+    """Dense to sparse: ATen looks for what is not zero, once or several times; with dense dimensions, for rows."""
+    dims = next((a for a in args[1:2] if isinstance(a, int)), args[0].dim())
+    for _ in range(3):
+        yield Bounds(0, math.prod(args[0].shape[:dims]))
+
+
+def _nms(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | Bounds]:
+    """Non-maximum suppression keeps the best box at least, and all where none overlap."""
+    try:
+        boxes, scores = (known.host(a) for a in args[:2])
+        yield func(boxes, scores, args[2]).numel()
+    except NotHere:
+        yield _distinct(args[0].size(0))
 
 
 def _segment_reduce(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
@@ -148,7 +236,7 @@ def _dtype_in(args: Any) -> Any:
     return next((a for a in args if isinstance(a, torch.dtype)), None)
 
 
-_Reader = Callable[[Any, Any, Any, Known], "Iterator[int] | Iterator[bytes]"]
+_Reader = Callable[[Any, Any, Any, Known], Iterator[Any]]  # of int, bytes or Bounds
 
 _READERS: dict[str, _Reader] = {
     "nonzero": _nonzero, "argwhere": _nonzero, "nonzero_numpy": _nonzero,
@@ -158,6 +246,8 @@ _READERS: dict[str, _Reader] = {
     "_unique": _unique, "_unique2": _unique, "unique_consecutive": _unique_consecutive,
     "unique_dim": _unique_dim, "unique_dim_consecutive": _unique_consecutive,
     "repeat_interleave": _repeat_interleave, "bincount": _bincount, "segment_reduce": _segment_reduce,
+    "_coalesce": _coalesce, "nms": _nms,
+    "_to_sparse": _to_sparse, "to_sparse": _to_sparse, "_to_sparse_csr": _to_sparse, "_to_sparse_csc": _to_sparse,
     "equal": _verdict, "is_nonzero": _verdict, "allclose": _verdict,
     "_to_copy": _copied, "to": _copied, "copy": _copied, "_local_scalar_dense": _copied, "item": _copied,
 }  # fmt: skip
@@ -180,11 +270,16 @@ class MaskedBackward:
 
     def remember(self, args: Any, counts: list[Any]) -> None:
         """Remember what the operator that is running now has read."""
-        if not counts or not any(t.requires_grad for t in tensors_in(args)):
+        if not counts:
             return
         number = torch._C._autograd._get_sequence_nr() - 1
         # The shape tells apart nodes of a recomputation, which autograd's thread numbers afresh.
-        self._counts[number, tuple(args[0].shape)] = self._counts[number, None] = counts
+        keys: tuple[Any, ...] = ((number, tuple(args[0].shape)), (number, None))
+        if any(t.requires_grad for t in tensors_in(args)):
+            self._counts.update(dict.fromkeys(keys, counts))
+        else:  # nothing follows, or torch.func, whose tensors tell of their gradients elsewhere
+            for key in keys:
+                self._counts.setdefault(key, counts)
         while len(self._counts) > self._MOST:
             del self._counts[next(iter(self._counts))]
 

@@ -342,8 +342,9 @@ class Observer:
             "optional_workspaces": self._optional(index, allocated),
             "values": self.config["values"],
             "value_reads": self.reads.as_list(),
+            "depends_on_counts": self.reads.depends,
             "oom": self.oom,
-            "notes": [*self.config.get("notes", []), *self.notes],
+            "notes": [*self.config.get("notes", []), *self.notes, *self.reads.notes()],
             "snapshot": snapshot_path,
             "seconds": time.perf_counter() - self.started,
         }

@@ -6,9 +6,13 @@ Each function names the versions that need it.
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import torch
+from torch.nested._internal.nested_tensor import NestedTensor
+
+_HANDLERS = ("__torch_function__", "__torch_dispatch__")
 
 #: Collectives move values inside C++, where no function mode sees them; ranks compare counts and lengths through them.
 _COLLECTIVES = (
@@ -87,6 +91,51 @@ def _covered(original: Any, mode: Any) -> Any:
     return call
 
 
+def cover_copies_between_gpus(mirror: Any) -> None:
+    """Run what DataParallel spreads its inputs with under the mirror; it too works inside C++."""
+    from torch.nn.parallel import comm
+
+    for name in ("scatter", "gather"):
+        setattr(comm, name, _covered(getattr(comm, name), mirror))
+
+
+def cover_nested_tensors(gate: Any) -> None:
+    """Have the gate inside the handlers of jagged nested tensors, which read lengths off their offsets."""
+    for name in _HANDLERS:
+        covered = _covered(getattr(NestedTensor, name), gate)
+        setattr(NestedTensor, name, staticmethod(covered))
+
+
+def _uncover_nested_tensors() -> None:
+    """Give back the handlers: dynamo traces through them, and would meet the gate there."""
+    for name in _HANDLERS:
+        handler = NestedTensor.__dict__[name].__func__
+        if isinstance(NestedTensor.__dict__[name], staticmethod):
+            setattr(NestedTensor, name, classmethod(handler.__wrapped__.__func__))
+
+
+def cover_threads(gate: Any) -> None:
+    """Have the gate in every thread: modes belong to one, and DataParallel calls its replicas from several."""
+    run = threading.Thread._bootstrap_inner  # type: ignore[attr-defined] # what runs whatever a class makes of run()
+    threading.Thread._bootstrap_inner = _covered(run, gate)  # type: ignore[attr-defined]
+
+
+def cover_custom_backward(gate: Any) -> None:
+    """Have the gate in backward passes that are written in Python, which autograd calls on its own threads.
+
+    Those of torch itself are left alone: compiled code has one, and would have the gate traced into it.
+    """
+    function = torch.autograd.function.BackwardCFunction
+    original = function.apply
+    covered = _covered(original, gate)
+
+    def apply(self: Any, *args: Any) -> Any:
+        own = type(self)._forward_cls.__module__.startswith("torch.")
+        return (original if own else covered)(self, *args)
+
+    function.apply = apply
+
+
 def leave_out_of_parameter_loops(gate: Any) -> None:
     """Take the gate off where PyTorch itself goes through all parameters: each p.grad would cost a call of it."""
     for owner, name in (
@@ -113,23 +162,37 @@ def _without(original: Any, gate: Any) -> Any:
 
 
 def pause_in_compiled_code(gate: Any) -> None:
-    """Take the gate off while compiled functions run: dynamo would trace it into them."""
-    original = torch.compile
+    """Take the gate off while compiled functions run: dynamo would trace it into them.
 
-    @functools.wraps(original)
-    def compile_(*args: Any, **kwargs: Any) -> Any:
+    It comes back in functions that are left out of compiling with all that they call.
+    """
+    compile_, disable = torch.compile, torch.compiler.disable
+
+    @functools.wraps(compile_)
+    def compile_with_pauses(*args: Any, **kwargs: Any) -> Any:
         _pause_in_contexts(gate)  # not before: importing dynamo takes a second
-        return original(*args, **kwargs)
+        _uncover_nested_tensors()
+        return compile_(*args, **kwargs)
 
-    torch.compile = compile_
+    @functools.wraps(disable)
+    def disable_with_gate(fn: Any = None, recursive: bool = True, **kwargs: Any) -> Any:
+        if fn is None:
+            return functools.partial(disable_with_gate, recursive=recursive, **kwargs)
+        if recursive and callable(fn) and not isinstance(fn, (type, torch.nn.Module)):
+            fn = _covered(fn, gate)
+        return disable(fn, recursive, **kwargs)
+
+    torch.compile, torch.compiler.disable = compile_with_pauses, disable_with_gate
 
 
 def _pause_in_contexts(gate: Any) -> None:
-    from torch._dynamo.eval_frame import OptimizeContext
+    from torch._dynamo.eval_frame import OptimizeContext, skip_code
 
     made = OptimizeContext.__init__
     if hasattr(made, "__wrapped__"):
         return
+    skip_code(gate.mirror.on_read.__func__.__code__)
+    gate.mirror.set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
 
     @functools.wraps(made)
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -137,7 +200,14 @@ def _pause_in_contexts(gate: Any) -> None:
         self.enter_exit_hooks.append(pause)
 
     def pause() -> Any:
-        return gate.put_back if gate.leave() else _nothing
+        if not gate.leave():
+            return _nothing
+        gate.paused += 1
+        return come_back
+
+    def come_back() -> None:
+        gate.paused -= 1
+        gate.put_back()
 
     OptimizeContext.__init__ = make
 

@@ -6,7 +6,10 @@ result is small, computes it on the CPU and writes it into the device memory of 
 allocates device memory and never keeps a tensor, so no figure of the allocator changes.
 
 What is computed: integers and booleans up to a limit, floating point up to 4,096 elements. A float that a kernel
-would have computed is taken to be finite. Numbers that stay unknown read as zero, and each such read is told.
+would have computed is taken to be finite. Numbers that stay unknown read as zero, counts of unknown values as the
+smallest they can be or, in another run, the largest (``answers``); each such read is told. What then follows from such
+a count, and the choices of ``topk`` among unknown values, are assumed: possible values, so that a script goes on with
+numbers that agree with one another.
 
 Torch 2.4 to 2.14; the parts that differ by version name it.
 """
@@ -23,7 +26,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from oomproof.measure import surroundings
-from oomproof.measure.answers import CHECKED, MASKED, MaskedBackward, affects_memory, expected_reads
+from oomproof.measure.answers import CHECKED, MASKED, Bounds, MaskedBackward, affects_memory, expected_reads
 from oomproof.measure.compute import Bare, Computer
 from oomproof.measure.known import FLOATS, PLAIN, TINY, Known, is_ours, tensors_in
 from oomproof.measure.operators import (
@@ -39,32 +42,49 @@ from oomproof.measure.operators import (
 )
 from oomproof.phantom.device import Device
 
-#: Called with an operation such as "aten::nonzero (bool)" and whether the number may change memory use.
-OnUnknown = Callable[[str, "bool | None"], None]
+#: Called with an operation such as "aten::nonzero (bool)", whether the number may change memory use, the bounds of a
+#: count, and whether the number came from values that are assumed.
+OnUnknown = Callable[[str, "bool | None", "Bounds | None", bool], None]
 
 
 SCALAR_BYTES = 8
+
+
+class Answers:
+    """What one operator is going to read, and whether any of it was assumed."""
+
+    __slots__ = ("assumed", "coming")
+
+    def __init__(self, coming: Iterator[Any]) -> None:
+        self.coming = coming
+        self.assumed = False
 
 
 class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
     """Know the small values of a script on the phantom; ``gate.Gate`` has it on for the calls that need it.
 
     ``limit_bytes`` is the largest integer or boolean tensor that is computed; the driver should keep copies of that
-    size. ``on_unknown(operation, affects_memory)`` is called at each read of a number that nobody knows.
+    size. ``many`` answers counts of unknown values with the largest they can be. ``on_unknown`` is called at each read
+    of a number that nobody knows.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, device: Device, *, limit_bytes: int = 1 << 20, on_unknown: OnUnknown) -> None:
+    def __init__(
+        self, device: Device, *, limit_bytes: int = 1 << 20, many: bool = False, on_unknown: OnUnknown
+    ) -> None:
         super().__init__()
         self._device = device
+        self._many = many
         self._limit_bytes = limit_bytes
         self._on_unknown = on_unknown
         self.known = Known()
         self._entries = self.known.entries
         self._plans: dict[int, Plan] = {}
         self._masks = MaskedBackward()
-        self._computer = Computer(device, self.known, limit_bytes)
+        #: Dynamo's own, once there is one: else it would compile what is called here at its graph breaks.
+        self.set_eval_frame: Any = None
+        self._computer = Computer(device, self.known, limit_bytes, many)
         surroundings.pass_higher_order_operators(Mirror)
 
     @classmethod
@@ -79,11 +99,13 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
             route = _route(types)
             if route is not None:
                 return func(*args, **(kwargs or {})) if route else NotImplemented
-        answered: list[Any] = []  # noqa: F841 - for on_read, which finds it in this frame
+        answered: list[Answers] = []  # for on_read, which finds it in this frame
         plan = self._plans.get(id(func)) or self._plan(func)
         call = plan.call
         out = call(*args, **kwargs) if kwargs else call(*args)
         try:
+            if answered and answered[0].assumed:
+                self._computer.assume(plan, args, out)
             kind = plan.kind
             if kind == NOTHING or (out is None and kind != SEVERAL):
                 return out
@@ -132,6 +154,8 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
             first = args[0]
             if isinstance(first, torch.Tensor) and first.is_cuda:
                 if first.untyped_storage()._cdata not in self._entries:
+                    if plan.name == "aten::topk":
+                        self._computer.assume(plan, args, out)
                     return  # computed from what nobody knows
             elif _beyond(first):
                 return
@@ -151,10 +175,15 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
 
         The driver calls this on the thread that copies. Never raises.
         """
+        set_eval_frame = self.set_eval_frame
+        compiling = set_eval_frame(None) if set_eval_frame else None
         try:
             self._read(address, size)
         except Exception:  # noqa: BLE001 - called from C, where an exception has nowhere to go
             self._device.zero(address, size)
+        finally:
+            if compiling is not None:
+                set_eval_frame(compiling)
 
     def _read(self, address: int, size: int) -> None:
         frame, direct = _dispatch_frame(self)
@@ -162,13 +191,13 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         if entry is not None:
             if entry.pattern is not None and size <= self._limit_bytes:
                 self._put(address, entry.pattern * (size // len(entry.pattern)))
+            if entry.assumed:
+                operation, affects = ("copy to the host", None) if frame is None else _operation(frame)
+                self._on_unknown(operation, affects, None, True)
             return
         if frame is not None:
-            told = frame.f_locals
-            func, args, kwargs = told["func"], told["args"], told["kwargs"]
-            if direct and self._answer(told["answered"], func, args, kwargs, address, size):
-                return
-            self._unknown_in_operator(func, args, address, size)
+            if not direct or not self._answer(frame, address, size):
+                self._unknown_in_operator(frame, address, size)
             return
         node = torch._C._current_autograd_node()
         count = self._masks.next_count(node) if node is not None and size in (4, 8) else None
@@ -178,23 +207,35 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         if size > SCALAR_BYTES and self._device.from_host(address, size):
             return  # C++ sent it there and reads it back; a scalar's address is reused too soon to be sure
         self._device.zero(address, size)
-        self._on_unknown(node.name() if node is not None else "copy to the host", node is not None or None)
+        self._on_unknown(*_outside_operators(node), None, False)
 
-    def _answer(self, answered: list[Any], func: Any, args: Any, kwargs: Any, address: int, size: int) -> bool:
+    def _answer(self, frame: Any, address: int, size: int) -> bool:
+        told = frame.f_locals
+        answered: list[Answers] = told["answered"]
+        self.known.saw_assumed = False
         try:
             with Bare():
                 if not answered:
-                    answered.append(self._expected(func, args, kwargs))
-                answer = next(answered[0], None)
+                    answered.append(Answers(self._expected(told["func"], told["args"], told["kwargs"])))
+                answers = answered[0]
+                answer = next(answers.coming, None)
                 while isinstance(answer, bytes) and len(answer) != size:
-                    answer = next(answered[0], None)
+                    answer = next(answers.coming, None)
         except Exception:  # noqa: BLE001 - NotHere, or an operator that the CPU does not have
             return False
         if answer is None:
             return False
+        if isinstance(answer, Bounds) or self.known.saw_assumed:
+            answers.assumed = isinstance(answer, Bounds) and answer.follows is None
+            self._on_unknown(*_operation(frame), answer if isinstance(answer, Bounds) else None, True)
+        if isinstance(answer, Bounds) and size > SCALAR_BYTES:
+            # nms before torchvision 0.22 reads, for each box, bits of the ones that it rules out
+            self._put(address, (b"\0" if self._many else b"\xff") * size)
+            return True
+        number = answer.answer(self._many) if isinstance(answer, Bounds) else answer
         self._put(
             address,
-            answer if isinstance(answer, bytes) else answer.to_bytes(size, sys.byteorder, signed=True),
+            number if isinstance(number, bytes) else number.to_bytes(size, sys.byteorder, signed=True),
         )
         return True
 
@@ -202,21 +243,16 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         expected = expected_reads(func, args, kwargs, self.known)
         if func._schema.name in MASKED:
             counts = list(expected)
-            self._masks.remember(args, counts)
+            self._masks.remember(args, [c.answer(self._many) if isinstance(c, Bounds) else c for c in counts])
             return iter(counts)
         return expected
 
-    def _unknown_in_operator(self, func: Any, args: Any, address: int, size: int) -> None:
-        schema = getattr(func, "_schema", None)
-        name = schema.name if schema is not None else str(func)
-        if size == 1 and name in CHECKED:
+    def _unknown_in_operator(self, frame: Any, address: int, size: int) -> None:
+        if size == 1 and _operation(frame)[0].partition(" ")[0] in CHECKED:
             self._put(address, b"\1")
             return
         self._device.zero(address, size)
-        place = 1 if name == "aten::copy_" else 0
-        dtype = next((t.dtype for t in tensors_in(list(args)[place:])), None)
-        operation = f"{name} ({str(dtype).partition('.')[2]})" if dtype is not None else name
-        self._on_unknown(operation, affects_memory(name, dtype))
+        self._on_unknown(*_operation(frame), None, False)
 
     def _put(self, address: int, data: bytes) -> None:
         if self.known.reachable(address):
@@ -248,8 +284,7 @@ class KeptValues:
     def on_read(self, address: int, size: int) -> None:
         """Tell a copy from the device to the host. Never raises."""
         try:
-            node = torch._C._current_autograd_node()
-            self._on_unknown(node.name() if node is not None else "copy to the host", node is not None or None)
+            self._on_unknown(*_outside_operators(torch._C._current_autograd_node()), None, False)
         except Exception:  # noqa: BLE001 - called from C, where an exception has nowhere to go
             return
 
@@ -292,6 +327,24 @@ def _dispatch_frame(mirror: Mirror) -> tuple[Any, bool]:
             direct = False
         frame = frame.f_back
     return None, False
+
+
+def _outside_operators(node: Any) -> tuple[str, bool | None]:
+    """Return the name of what reads where no operator is seen, and whether it affects memory: PyTorch's nodes do."""
+    if node is None:
+        return "copy to the host", None
+    name = node.name()
+    written_in_python = isinstance(node, torch.autograd.function.BackwardCFunction) or name.startswith("Generated")
+    return name, None if written_in_python else True
+
+
+def _operation(frame: Any) -> tuple[str, bool | None]:
+    """Return the name of the operator that a dispatch frame runs, with its dtype, and whether it affects memory."""
+    func, args = frame.f_locals["func"], frame.f_locals["args"]
+    schema = getattr(func, "_schema", None)
+    name = schema.name if schema is not None else str(func)
+    dtype = next((t.dtype for t in tensors_in(list(args)[name == "aten::copy_" :])), None)
+    return f"{name} ({str(dtype).partition('.')[2]})" if dtype is not None else name, affects_memory(name, dtype)
 
 
 _DISPATCH_CODE = Mirror.__torch_dispatch__.__code__

@@ -55,7 +55,6 @@ def finding(**changes: Any) -> dict[str, Any]:
         "optional_workspaces": {},
         "values": "mirror",
         "value_reads": [],
-        "depends_on_counts": False,
         "oom": None,
         "notes": [],
         "snapshot": None,

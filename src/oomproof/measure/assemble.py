@@ -13,13 +13,9 @@ from typing import Any
 
 from oomproof.errors import EnvironmentMissingError, ScriptError
 from oomproof.gpus import GPUSpec
-from oomproof.measure import communicators
+from oomproof.measure import communicators, value_range
 from oomproof.measure import measurement as m
 from oomproof.phantom import world
-from oomproof.units import format_bytes
-
-#: Lines that the reason of the values' range names.
-PLACES = 3
 
 WORKSPACE_REASONS = {
     "cuDNN convolution": "cuDNN may ask for a workspace to run faster; PyTorch takes the first plan whose workspace "
@@ -102,6 +98,8 @@ def assemble(
     shown = demand if verdict == "does-not-fit" and demand["used_gpu"] else lead
     peak = _peak(shown)
     most = _same_rank(many, lead)
+    top = _demand(most) if most is not None and value_range.got_as_far(most) else None
+    reads = demand["value_reads"]
     ended = "interrupted" if limited.interrupted else "no-kernels" if lead["no_kernels"] else lead["ended"]
     if ended == "finished" and limited.exit_code:
         ended = "exited"
@@ -126,15 +124,20 @@ def assemble(
         demand=_demand(demand),
         breakdown=m.Breakdown(**shown["breakdown"]) if shown["breakdown"] else None,
         outside=_outside(shown, gpu),
-        ranges=(*_ranges(shown, gpu), *_values_range(demand, most)),
+        ranges=(*_ranges(shown, gpu), *value_range.ranges(reads, _demand(demand), top)),
         per_step=tuple(m.Step(**step) for step in shown["per_step"]),
         calls=tuple(m.Call(**call) for call in shown["calls"]),
         values=lead["values"],
         value_reads=tuple(m.ValueRead(**read) for read in lead["value_reads"]),
-        demand_if_many=_demand(most) if most is not None and not _broke(most) else None,
+        demand_if_many=top,
         oom=m.OOM(**lead["oom"]) if lead["oom"] else None,
         ranks=_rank_rows(ranks, demand_ranks, limited) if len(ranks) > 1 else (),
-        notes=(*notes, *_notes(limited, lead, shown), *_values_notes(demand, many, most)),
+        notes=(
+            *notes,
+            *_notes(limited, lead, shown),
+            *value_range.notes(reads, _demand(demand), top),
+            *(value_range.failure(reads, most, many.interrupted) if many is not None and top is None else ()),
+        ),
     )
 
 
@@ -256,58 +259,6 @@ def _same_rank(many: Outcome | None, lead: Mapping[str, Any]) -> dict[str, Any] 
     """Return what the run with the largest counts found on the rank that is told of."""
     leaders = _leaders(many.findings) if many is not None else []
     return next((f for f in leaders if f["rank"] == lead["rank"]), None)
-
-
-def _broke(most: Mapping[str, Any]) -> bool:
-    """Return whether the run with the largest counts did not get as far as the others."""
-    return most["ended"] not in ("steps-reached", "stable", "finished")
-
-
-def _sizing(finding: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [r for r in finding["value_reads"] if r["affects_memory"] is not False and r["most"] != r["least"]]
-
-
-def _places(reads: Sequence[Mapping[str, Any]]) -> str:
-    """Return where counts were read: ``train.py:12 (aten::nonzero (bool), 0 to 4,096)``, the widest first."""
-    ordered = sorted(reads, key=lambda r: -(r["most"] - r["least"]))
-    told = [f"{r['location']} ({r['operation']}, {r['least']:,} to {r['most']:,})" for r in ordered[:PLACES]]
-    return ", ".join(told) + (f" and {len(ordered) - PLACES} more" if len(ordered) > PLACES else "")
-
-
-def _values_range(demand: Mapping[str, Any], most: Mapping[str, Any] | None) -> tuple[m.Range, ...]:
-    """Return how the peak depends on counts that nobody knows: the runs with the smallest and the largest of them."""
-    if most is None or _broke(most):
-        return ()
-    few, many = _demand(demand), _demand(most)
-    low, high = sorted((few.device_bytes, many.device_bytes))
-    if few == many:
-        return ()
-    reads = [r for r in _sizing(demand) if r["most"] is not None]
-    where = f": {_places(reads)}" if reads else ""
-    reason = (
-        f"how many elements are kept or where tokens go is not known; measured with the smallest and the largest "
-        f"counts, allocated {format_bytes(few.allocated_bytes)} and {format_bytes(many.allocated_bytes)}{where}"
-    )
-    return (m.Range(what="values", low_bytes=low, high_bytes=high, reason=reason),)
-
-
-def _values_notes(demand: Mapping[str, Any], many: Outcome | None, most: Mapping[str, Any] | None) -> list[str]:
-    notes = []
-    if many is not None and many.interrupted:
-        notes.append("the run with the largest counts was interrupted, so how far the peak reaches up is not known")
-    elif many is not None and (most is None or _broke(most)):
-        error = f" ({most['error'].partition(chr(10))[0][:200]})" if most is not None and most["error"] else ""
-        notes.append(
-            f"with the largest counts of unknown values the script failed{error}, so how far the peak reaches up is "
-            f"not known: {_places([r for r in _sizing(demand) if r['most'] is not None])}"
-        )
-    elif most is not None and _demand(demand) == _demand(most):
-        notes.append("unknown counts do not change the peak: it is the same with the smallest and the largest of them")
-    unbounded = [r for r in _sizing(demand) if r["affects_memory"] and r["most"] is None and r["least"] is not None]
-    if unbounded:
-        where = ", ".join(f"{r['location']} ({r['operation']})" for r in unbounded[:PLACES])
-        notes.append(f"sized by unknown values, without a largest size that shapes tell; counted as the least: {where}")
-    return notes
 
 
 def _notes(limited: Outcome, lead: Mapping[str, Any], shown: Mapping[str, Any]) -> list[str]:

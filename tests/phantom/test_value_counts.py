@@ -318,3 +318,36 @@ def test_boxes_that_suppress_each_other(lines: Any) -> None:
         if found is None:
             pytest.skip("torchvision is not installed beside the tested torch")
         assert found == [[0, 2], 0, count, ["torchvision::nms", 1, 2000]]
+
+
+@pytest.mark.usefixtures("transformers")
+def test_padded_text_batches(lines: Any) -> None:
+    """transformers' collators and models take a padded batch without one read of an unknown number but the loss."""
+    found = lines(
+        """
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import (BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling, DataCollatorWithPadding,
+                                  LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast)
+        words = Tokenizer(models.WordLevel({"[PAD]": 0, "[MASK]": 1, "a": 2, "b": 3}, unk_token="[PAD]"))
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", mask_token="[MASK]")
+        texts = [tokenizer("a b " * n) for n in (3, 5, 9)]
+        sizes = {"vocab_size": 8, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+                 "num_attention_heads": 2}
+        result = []
+        for model, masked in ((LlamaForCausalLM(LlamaConfig(**sizes)), False),
+                              (BertForMaskedLM(BertConfig(**sizes)), True)):
+            collators = [DataCollatorForLanguageModeling(tokenizer, mlm=masked)]
+            collators += [DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)]
+            for collate in collators:
+                batch = {k: v.cuda() for k, v in collate(texts).items()}
+                batch.setdefault("labels", batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100))
+                batch.pop("token_type_ids", None)
+                model.cuda().train()(**batch).loss.backward()
+                longest = batch["attention_mask"].sum(-1).max().item()
+                learned = (batch["labels"] != -100).sum().item()
+                result.append([list(batch["input_ids"].shape), longest, masked or learned])
+        result.append(unknown)
+        """
+    )
+    assert found == [[[3, 18], 18, 34], [[3, 24], 18, 34], [[3, 18], 18, True], [[3, 24], 18, True], []]

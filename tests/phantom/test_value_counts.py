@@ -351,3 +351,22 @@ def test_padded_text_batches(lines: Any) -> None:
         """
     )
     assert found == [[[3, 18], 18, 34], [[3, 24], 18, 34], [[3, 18], 18, True], [[3, 24], 18, True], []]
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_rows_that_are_put_tell_what_the_mask_keeps(lines: Any, many: bool) -> None:
+    """x[mask] = y needs a mask that keeps as many as y has rows; where y is one row for all it says nothing."""
+    assert lines(
+        """
+        x = torch.randn(100, 4, device="cuda")
+        mask = x[:, 0] > 0
+        x[mask] = torch.ones(60, 4, device="cuda")
+        x.t()[:, mask] = torch.ones(4, 60, device="cuda")
+        x[x > 0] = torch.ones(70, device="cuda")
+        told = len(unknown)
+        x[mask] = torch.ones(1, 4, device="cuda")
+        x[mask] = torch.ones(4, device="cuda")
+        result = [told, bounds]
+        """,
+        many=many,
+    ) == [0, [["aten::index_put_", 0, 100, None, True]] * 2]

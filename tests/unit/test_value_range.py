@@ -70,3 +70,11 @@ def test_a_further_run_that_failed_is_told() -> None:
     assert note.endswith("train.py:7 (aten::nonzero (bool), 0 to 5,000)")
     (note,) = value_range.failure([read(7)], None, interrupted=True)
     assert "interrupted" in note
+
+
+def test_a_script_that_fails_on_empty_results_gets_a_hint() -> None:
+    """Only where it raised, and something was sized by the least that an unknown count can be."""
+    assert value_range.hint([read(7)], "finished") == []
+    assert value_range.hint([read(7, most=0)], "raised") == []
+    (note,) = value_range.hint([read(7)], "raised")
+    assert "--unknown-counts many: train.py:7" in note

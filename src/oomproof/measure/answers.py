@@ -125,6 +125,23 @@ def _masks(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | Bo
             yield _selected(index, known)
 
 
+def _put_masks(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | Bounds]:
+    """``x[mask] = y``: as many as y has rows, where it has some and the mask is the only index."""
+    for count in _masks(func, args, kwargs, known):
+        rows = _rows(args) if isinstance(count, Bounds) and count.follows is None else None
+        yield count if rows is None else rows
+
+
+def _rows(args: Any) -> int | None:
+    into, indices, values = args[:3]
+    masks = list(tensors_in(indices))
+    before = next(place for place, index in enumerate(indices) if index is not None)
+    after = into.dim() - before - masks[0].dim()  # dimensions of y after the one that counts
+    if len(masks) > 1 or values.dim() <= after or values.size(-1 - after) == 1:
+        return None
+    return int(values.size(-1 - after))
+
+
 def _distinct(count: int) -> Bounds:
     """Return the bounds of how many values differ: where there is any, one to all."""
     return Bounds(min(1, count), count)
@@ -241,8 +258,8 @@ _Reader = Callable[[Any, Any, Any, Known], Iterator[Any]]  # of int, bytes or Bo
 _READERS: dict[str, _Reader] = {
     "nonzero": _nonzero, "argwhere": _nonzero, "nonzero_numpy": _nonzero,
     "masked_select": _masked_select,
-    "index": _masks, "_unsafe_index": _masks, "index_put": _masks, "_unsafe_index_put": _masks,
-    "_index_put_impl": _masks,
+    "index": _masks, "_unsafe_index": _masks, "index_put": _put_masks, "_unsafe_index_put": _put_masks,
+    "_index_put_impl": _put_masks,
     "_unique": _unique, "_unique2": _unique, "unique_consecutive": _unique_consecutive,
     "unique_dim": _unique_dim, "unique_dim_consecutive": _unique_consecutive,
     "repeat_interleave": _repeat_interleave, "bincount": _bincount, "segment_reduce": _segment_reduce,

@@ -136,6 +136,7 @@ def assemble(
             *notes,
             *_notes(limited, lead, shown),
             *value_range.notes(reads, _demand(demand), top),
+            *value_range.hint(reads, ended),
             *(value_range.failure(reads, most, many.interrupted) if many is not None and top is None else ()),
         ),
     )

@@ -44,6 +44,16 @@ def notes(reads: Reads, few: Demand, many: Demand | None) -> list[str]:
     return found
 
 
+def hint(reads: Reads, ended: str) -> list[str]:
+    """Return what to try when a script raised an error that empty results may be the cause of."""
+    if ended != "raised" or not _bounded(reads):
+        return []
+    return [
+        "counts of unknown values were answered with the least; if the error comes from an empty tensor, try "
+        f"--unknown-counts many: {_places(_bounded(reads))}"
+    ]
+
+
 def failure(reads: Reads, most: Mapping[str, Any] | None, interrupted: bool) -> list[str]:
     """Return the note that the run with the largest counts gave no figures, and why."""
     if interrupted:

@@ -24,6 +24,7 @@ from oomproof.measure.ranks import that_can_differ
 from oomproof.phantom import launch
 from oomproof.units import parse_size
 
+UNKNOWN_COUNTS = ("range", "few", "many")
 POLL_SECONDS = 0.05
 GPUS_PER_MACHINE = 8  # of a world that does not exist, when nothing says otherwise
 GRACE_SECONDS = 5.0  # between asking a command's processes to end and ending them
@@ -41,6 +42,7 @@ def run(
     steps: int | None = 3,
     until_stable: bool = False,
     values: str = "mirror",
+    unknown_counts: str = "range",
     platform: str = "linux",
     output: str | os.PathLike[str] | None = None,
     snapshot: bool = False,
@@ -61,10 +63,12 @@ def run(
     The command is stopped after ``steps`` optimizer steps (None: never), with ``until_stable`` when two in a row have
     the same peak.
     When allocations failed it is run a second time with unlimited memory, for the demand. ``values`` is "mirror" or
-    "keep", ``platform`` "linux" or "wsl" (how the driver orders addresses). ``output`` names a capture to write,
+    "keep". ``unknown_counts`` says how counts of values that nobody knows are answered: "few", "many", or "range": few,
+    and where something was sized by one the command is run once more with many. ``platform`` is "linux" or "wsl" (how
+    the driver orders addresses). ``output`` names a capture to write,
     ``snapshot`` adds PyTorch's memory snapshot to it. ``quiet`` hides what the command prints. ``on_step`` is called
     with a step's peaks while the command runs (at most ten times a second): the keys of ``per_step``, and ``run``
-    (counts the runs made so far), ``rank`` and ``unlimited``.
+    (counts the runs made so far), ``rank``, ``unlimited`` and ``purpose``: "gpu", "demand" or "values".
 
     Raises UsageError for a wrong request, EnvironmentMissingError when torch or a compiler is missing, ScriptError
     when nothing could be measured, KeyboardInterrupt after ending the command's processes; both it and an error about
@@ -77,11 +81,14 @@ def run(
         gpu_count=local_size,
         gpus_given=gpus is not None,
         values=_one_of("values", values, ("mirror", "keep")),
+        unknown_counts="many" if _one_of("unknown_counts", unknown_counts, UNKNOWN_COUNTS) == "many" else "few",
         platform=_one_of("platform", platform, ("linux", "wsl")),
         steps=_positive("steps", steps),
         until_stable=until_stable,
         snapshot=snapshot,
     )
+    if settings.unknown_counts == "many" and values == "keep":
+        raise UsageError("unknown_counts 'many' needs values 'mirror'; with 'keep' nothing tells what a read is for")
     require_linux()
     folder = Path(cwd) if cwd is not None else Path.cwd()
     program = launch.resolve_command(words, folder=folder)
@@ -89,12 +96,23 @@ def run(
         _check_output(Path(output))
     runner = _Runner(program, folder, env, quiet, on_step, stdout)
     try:
+        world_folder = runner.new_folder()
         if size is None:
             limited, unlimited = _measure(runner, settings)
             notes: list[str] = []
         else:
-            limited, unlimited, notes = _measure_ranks(runner, settings, size, wanted)
+            limited, unlimited, notes = _measure_ranks(runner, settings, size, wanted, world_folder)
         measured = assemble(words, settings.gpu, limited, unlimited, folder, notes)
+        many = None
+        if unknown_counts == "range" and limited.depends_on_counts and measured.verdict != "unknown":
+            last = replace(settings, unlimited=True, unknown_counts="many", snapshot=False)
+            if size is not None:
+                place = launch.World(
+                    size=size, rank=measured.world.rank, local_size=settings.gpu_count, folder=world_folder
+                )
+                last = replace(last, world=place)
+            many = runner.go(last, "values")
+            measured = assemble(words, settings.gpu, limited, unlimited, folder, notes, many)
         if output is not None:
             try:
                 write_capture(output, measured, runner.snapshot())
@@ -103,7 +121,7 @@ def run(
                 raise
     finally:
         runner.clean()
-    if limited.interrupted:
+    if limited.interrupted or (many is not None and many.interrupted):
         raise Interrupted(measured)
     return measured
 
@@ -217,17 +235,16 @@ def _measure(runner: _Runner, settings: launch.Settings) -> tuple[Outcome, Outco
         raise KeyboardInterrupt
     if not limited.troubled or limited.interrupted:
         return limited, None
-    unlimited = runner.go(replace(settings, unlimited=True))
+    unlimited = runner.go(replace(settings, unlimited=True), "demand")
     if unlimited.interrupted:  # half a demand is none
         raise KeyboardInterrupt
     return limited, unlimited
 
 
 def _measure_ranks(
-    runner: _Runner, settings: launch.Settings, size: int, wanted: list[int] | None
+    runner: _Runner, settings: launch.Settings, size: int, wanted: list[int] | None, folder: Path
 ) -> tuple[Outcome, Outcome | None, list[str]]:
     """Measure ranks of a world that does not exist, one after another; ``wanted`` is None for all that can differ."""
-    folder = runner.new_folder()
     local_size = settings.gpu_count
     measured: dict[int, tuple[Outcome, Outcome | None]] = {}
     helped: set[tuple[int, str]] = set()
@@ -280,7 +297,7 @@ def _check_output(path: Path) -> None:
 
 
 class _Runner:
-    """Runs the command, once or twice, each time in a folder of its own."""
+    """Runs the command, one to three times, each time in a folder of its own."""
 
     def __init__(
         self,
@@ -305,7 +322,7 @@ class _Runner:
         self.folders.append(folder)
         return folder
 
-    def go(self, settings: launch.Settings) -> Outcome:
+    def go(self, settings: launch.Settings, purpose: str = "gpu") -> Outcome:
         folder = self.new_folder()
         self.runs += 1
         again = self.runs > 1  # what the script prints was shown the first time
@@ -319,7 +336,11 @@ class _Runner:
             env=self.env,
             cwd=self.cwd,
         )
-        about = {"rank": settings.world.rank if settings.world else 0, "unlimited": settings.unlimited}
+        about = {
+            "rank": settings.world.rank if settings.world else 0,
+            "unlimited": settings.unlimited,
+            "purpose": purpose,
+        }
         interrupted = self._wait(process, folder / "progress.json", about)
         if log is not None:
             log.close()

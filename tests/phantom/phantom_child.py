@@ -13,7 +13,7 @@ from typing import Any
 SOURCE = Path(__file__).parents[2] / "src"
 
 PREAMBLE = """
-import json, sys
+import json, os, sys
 sys.path.insert(0, {source!r})
 from oomproof.phantom import standins
 from oomproof.phantom.device import Device
@@ -22,6 +22,7 @@ try:
 except standins.NoCUDATorch as error:
     print(error)
     sys.exit(77)
+os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
 device = Device(standins.load(folder, manifest))
 device.configure([dict(
     name="Tesla T4", memory=15642329088, nvml_memory=16106127360, context=141426688, l2=4 << 20,
@@ -35,9 +36,11 @@ import torch.nn.functional as F
 from oomproof.measure.gate import Gate
 from oomproof.measure.values import KeptValues, Mirror
 unknown = []
-def told(operation, affects_memory):
+bounds = []
+def told(operation, affects_memory, between, assumed):
     unknown.append([operation, affects_memory])
-mirror = Mirror(device, on_unknown=told)
+    bounds.append([operation.split(" ")[0], *(between or (None, None)), assumed])
+mirror = Mirror(device, many={many}, on_unknown=told)
 def watch():
     device.on_read(mirror.on_read)
     Gate(mirror).__enter__()
@@ -50,9 +53,9 @@ if {mirrored}:
 PYTHON = os.environ.get("OOMPROOF_TEST_PYTHON") or sys.executable
 
 
-def in_child(code: str, *, mirrored: bool = True) -> Any:
+def in_child(code: str, *, mirrored: bool = True, many: bool = False) -> Any:
     """Run ``code``, which leaves its findings in ``result``, and return them; None without a CUDA build of torch."""
-    script = PREAMBLE.format(source=str(SOURCE), mirrored=mirrored) + textwrap.dedent(code)
+    script = PREAMBLE.format(source=str(SOURCE), mirrored=mirrored, many=many) + textwrap.dedent(code)
     # Leaving at once: torch 2.14 may abort when the interpreter ends while autograd's thread lets go of objects.
     script += "\nprint('\\nRESULT ' + json.dumps(result), flush=True)\nimport os\nos._exit(0)\n"
     environment = {"OOMPROOF_PYTHON": sys.executable, **os.environ}

@@ -494,6 +494,14 @@ Steps                      allocated   reserved
             "the allocator had to give back its cache 2 times to go on, which costs speed",
         ),
         (
+            fitting(
+                ranges=(Range(what="values", low_bytes=11 * GIB + 100 * MIB, high_bytes=17 * GIB, reason="a mask"),),
+                demand_if_many=Demand(allocated_bytes=15 * GIB, reserved_bytes=16 * GIB, device_bytes=17 * GIB),
+            ),
+            "FITS, DEPENDING ON VALUES  peak 11.10 GiB of 14.56 GiB on Tesla T4 (3.47 GiB to spare): "
+            "with the largest of the counts that nobody knows it would take 17.00 GiB",
+        ),
+        (
             not_fitting(peak=peak(14 * GIB, 14 * GIB)),
             "DOES NOT FIT  peak 14.10 GiB of 14.56 GiB on Tesla T4: "
             "no room for an allocation of 2.00 GiB along the way",

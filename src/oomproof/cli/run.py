@@ -23,6 +23,13 @@ EPILOG = (
 )
 
 
+#: What is said before the steps of a further run.
+AGAIN = {
+    "demand": "out of memory; once more without a limit, for the demand",
+    "values": "memory depends on unknown counts; once more with the largest, for the range",
+}
+
+
 def main(
     command: Annotated[
         list[str],
@@ -50,6 +57,10 @@ def main(
     values: Annotated[
         str, typer.Option(help="mirror: compute small tensors on the CPU too; keep: only copies.")
     ] = "mirror",
+    unknown_counts: Annotated[
+        str,
+        typer.Option(help="Counts of unknown values: few, many, or range: few, and once more with many if it matters."),
+    ] = "range",
     platform: Annotated[str, typer.Option(help="Whose driver orders the addresses: linux or wsl.")] = "linux",
 ) -> None:
     """Run a command on a phantom GPU and report its peak memory."""
@@ -69,6 +80,7 @@ def main(
             steps=parse_steps(steps),
             until_stable=until_stable,
             values=values,
+            unknown_counts=unknown_counts,
             platform=platform,
             output=output,
             snapshot=snapshot,
@@ -87,7 +99,7 @@ def main(
     else:
         options = typed_options(
             gpu=gpu, gpu_file=gpu_file, memory=memory, gpus=gpus, world_size=world_size, rank=rank, ranks=ranks,
-            values=values, platform=platform,
+            values=values, unknown_counts=unknown_counts, platform=platform,
         )  # fmt: skip
         options += [] if steps == "3" else ["--steps", steps]
         options += ["--until-stable"] if until_stable else []
@@ -110,7 +122,7 @@ def chosen_gpu(name: str | None, file: Path | None) -> GPUSpec | str | None:
 
 def typed_options(**options: object) -> list[str]:
     """Return the options as a person would type them, without those that have their default."""
-    defaults = {None, "mirror", "linux"}
+    defaults = {None, "mirror", "range", "linux"}
     return [
         word
         for name, value in options.items()
@@ -152,8 +164,8 @@ class _Progress:
     def __call__(self, step: dict[str, Any]) -> None:
         if step["run"] != self._run:
             self._run = step["run"]
-            if step["unlimited"]:
-                print("oomproof: out of memory; once more without a limit, for the demand", file=sys.stderr)
+            if step["purpose"] in AGAIN:
+                print(f"oomproof: {AGAIN[step['purpose']]}", file=sys.stderr)
         rank = f"rank {step['rank']}, " if step["rank"] or self._ranks else ""
         self._ranks = bool(rank)
         print(

@@ -1,7 +1,10 @@
-"""What ATen's own code reads back from the device, and the answer where the inputs are known.
+"""What ATen's own code reads back from the device: the answer where the inputs are known, else its bounds.
 
 Some operators read a number that a kernel computed before they can go on: how many elements a mask selects, how many
 values are unique. Which reads happen, in which order and how wide was seen with each torch of ``versions.TESTED``.
+
+A count of unknown values lies between bounds that follow from shapes alone; each function here that yields ``Bounds``
+says why.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,7 +36,7 @@ SIZING = frozenset(
         "to_sparse_csc", "to_sparse_bsr", "to_sparse_bsc", "_to_sparse_csr", "_to_sparse_csc", "_to_sparse_bsr",
         "_to_sparse_bsc", "sparse_mask", "ctc_loss",
     )
-)  # fmt: skip
+) | {"torchvision::nms"}  # fmt: skip
 
 #: Operators that read a floating-point range or an error code, and size nothing by it.
 HARMLESS = frozenset(
@@ -67,6 +70,23 @@ def is_check(operation: str, size: int, last_kernel: str) -> bool:
     return size == 1 and operation not in ASKED and any(name in last_kernel for name in _ALL)
 
 
+class Bounds(NamedTuple):
+    """The smallest and the largest count that an operator can read; ``most`` is None where shapes do not tell.
+
+    ``follows`` is the count that follows from values that are assumed already.
+    """
+
+    least: int
+    most: int | None
+    follows: int | None = None
+
+    def answer(self, many: bool) -> int:
+        """Return the count that follows, else the largest or the smallest."""
+        if self.follows is not None:
+            return self.follows
+        return self.most if many and self.most is not None else self.least
+
+
 def affects_memory(operation: str, dtype: Any) -> bool | None:
     """Return whether an unknown number read by this operator may change memory; None when the script decides."""
     if operation in SIZING:
@@ -76,13 +96,16 @@ def affects_memory(operation: str, dtype: Any) -> bool | None:
     return False if dtype in FLOATS and operation not in VERDICTS else None
 
 
-def expected_reads(name: str, func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | bytes]:
-    """Yield what the operator will read, in order; raises NotHere when that depends on unknown values.
+def expected_reads(name: str, func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | bytes | Bounds]:
+    """Yield what the operator will read, in order; raises NotHere when nothing can be said of it.
 
-    An int is a count, as wide as the read turns out to be; bytes are a whole copied tensor.
+    An int is a count, as wide as the read turns out to be, Bounds are those of a count of unknown values; bytes are a
+    whole copied tensor.
     """
-    name = name[6:] if name.startswith("aten::") else ""
-    reader = _READERS.get(name.rstrip("_") if name.endswith("_") else name)
+    namespace, _, short = name.partition("::")
+    if namespace not in ("aten", "torchvision"):
+        raise NotHere
+    reader = _READERS.get(short.rstrip("_") if short.endswith("_") else short)
     if reader is None:
         raise NotHere
     yield from reader(func, args, kwargs or {}, known)
@@ -92,17 +115,33 @@ def count_true(mask: Any, known: Known) -> int:
     """Return how many elements are not zero."""
     entry = known.entry(mask) if mask.is_cuda else None
     if entry is not None and entry.pattern is not None:
+        known.saw_assumed |= entry.assumed
         return mask.numel() if any(entry.pattern) else 0
     return int(torch.count_nonzero(known.host(mask)))
 
 
-def _nonzero(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
-    yield count_true(args[0], known)
+def _nonzero(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | Bounds]:
+    yield _selected(args[0], known)
 
 
-def _masked_select(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
+def _selected(mask: Any, known: Known) -> int | Bounds:
+    """Return how many elements are not zero: of unknown ones none to all."""
+    known.saw_assumed = False
+    try:
+        count = count_true(mask, known)
+    except NotHere:
+        return Bounds(0, mask.numel())
+    return Bounds(0, mask.numel(), count) if known.saw_assumed else count
+
+
+def _masked_select(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | Bounds]:
     source, mask = args[:2]
-    yield selected_by(mask, torch.broadcast_shapes(source.shape, mask.shape), known)
+    times = math.prod(torch.broadcast_shapes(source.shape, mask.shape)) // mask.numel() if mask.numel() else 0
+    count = _selected(mask, known)
+    if isinstance(count, Bounds):
+        yield Bounds(0, mask.numel() * times, None if count.follows is None else count.follows * times)
+    else:
+        yield count * times
 
 
 def selected_by(mask: Any, shape: Any, known: Known) -> int:
@@ -110,43 +149,111 @@ def selected_by(mask: Any, shape: Any, known: Known) -> int:
     return count_true(mask, known) * (math.prod(shape) // mask.numel() if mask.numel() else 0)
 
 
-def _masks(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
+def _masks(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | Bounds]:
     for index in tensors_in(args[1]):
         if index.dtype in (torch.bool, torch.uint8):
-            yield count_true(index, known)
+            yield _selected(index, known)
 
 
-def _unique(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
-    values = known.host(args[0])
+def _put_masks(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | Bounds]:
+    """``x[mask] = y``: as many as y has rows, where it has some and the mask is the only index."""
+    for count in _masks(func, args, kwargs, known):
+        rows = _rows(args) if isinstance(count, Bounds) and count.follows is None else None
+        yield count if rows is None else rows
+
+
+def _rows(args: Any) -> int | None:
+    into, indices, values = args[:3]
+    masks = list(tensors_in(indices))
+    before = next(place for place, index in enumerate(indices) if index is not None)
+    after = into.dim() - before - masks[0].dim()  # dimensions of y after the one that counts
+    if len(masks) > 1 or values.dim() <= after or values.size(-1 - after) == 1:
+        return None
+    return int(values.size(-1 - after))
+
+
+def _distinct(count: int) -> Bounds:
+    """Return the bounds of how many values differ: where there is any, one to all."""
+    return Bounds(min(1, count), count)
+
+
+def _unique(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | Bounds]:
+    try:
+        values = known.host(args[0])
+    except NotHere:
+        # of booleans ATen counts the trues, and one of several is enough for two values
+        yield Bounds(0, int(args[0].numel() > 1)) if args[0].dtype == torch.bool else _distinct(args[0].numel())
+        return
     if values.dtype == torch.bool:
         yield int(values.sum())  # counts the trues; how many values that makes it works out itself
     else:
         yield torch.unique(values).numel()
 
 
-def _unique_consecutive(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
+def _unique_consecutive(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | Bounds]:
     dim = args[3] if len(args) > 3 else kwargs.get("dim")
-    yield _length(torch.unique_consecutive(known.host(args[0]), dim=dim), dim)
+    try:
+        yield _length(torch.unique_consecutive(known.host(args[0]), dim=dim), dim)
+    except NotHere:
+        yield _distinct(_length(args[0], dim))
 
 
-def _unique_dim(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
-    yield _length(torch.unique(known.host(args[0]), dim=args[1]), args[1])
+def _unique_dim(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | Bounds]:
+    try:
+        yield _length(torch.unique(known.host(args[0]), dim=args[1]), args[1])
+    except NotHere:
+        yield _distinct(_length(args[0], args[1]))
 
 
 def _length(values: Any, dim: int | None) -> int:
     return int(values.numel() if dim is None else values.size(dim))
 
 
-def _repeat_interleave(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
-    repeats = known.host(args[0])
+def _repeat_interleave(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | Bounds]:
+    try:
+        repeats = known.host(args[0])
+    except NotHere:
+        yield Bounds(0, None)  # a repeat may be any number; and then ATen asks whether all are positive
+        yield 1
+        return
     yield int(repeats.sum())
     yield int((repeats >= 0).all())
 
 
-def _bincount(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
-    values = known.host(args[0])
+def _bincount(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | Bounds]:
+    try:
+        values = known.host(args[0])
+    except NotHere:
+        yield 0  # ATen refuses negative values
+        yield Bounds(0, None)  # the largest value may be any; below minlength it changes nothing
+        return
     yield int(values.min())
     yield int(values.max())
+
+
+def _coalesce(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | Bounds]:
+    """Indices that are equal become one, so there are no more than places."""
+    sparse = args[0]
+    try:
+        yield torch.unique(known.host(sparse._indices()), dim=1).size(1)
+    except NotHere:
+        yield _distinct(min(sparse._nnz(), math.prod(sparse.shape[: sparse.sparse_dim()])))
+
+
+def _to_sparse(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[Bounds]:
+    """Dense to sparse: ATen looks for what is not zero, once or several times; with dense dimensions, for rows."""
+    dims = next((a for a in args[1:2] if isinstance(a, int)), args[0].dim())
+    for _ in range(3):
+        yield Bounds(0, math.prod(args[0].shape[:dims]))
+
+
+def _nms(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | Bounds]:
+    """Non-maximum suppression keeps the best box at least, and all where none overlap."""
+    try:
+        boxes, scores = (known.host(a) for a in args[:2])
+        yield func(boxes, scores, args[2]).numel()
+    except NotHere:
+        yield _distinct(args[0].size(0))
 
 
 def _segment_reduce(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
@@ -159,10 +266,6 @@ def _segment_reduce(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator
 
 def _verdict(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
     yield int(func(*(known.host(a) if isinstance(a, torch.Tensor) else a for a in args), **kwargs))
-
-
-def _coalesce(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int]:
-    yield torch.unique(known.host(args[0]._indices()), dim=1).size(1)
 
 
 def _copied(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[bytes]:
@@ -180,17 +283,18 @@ def _dtype_in(args: Any) -> Any:
     return next((a for a in args if isinstance(a, torch.dtype)), None)
 
 
-_Reader = Callable[[Any, Any, Any, Known], "Iterator[int] | Iterator[bytes]"]
+_Reader = Callable[[Any, Any, Any, Known], Iterator[Any]]  # of int, bytes or Bounds
 
 _READERS: dict[str, _Reader] = {
     "nonzero": _nonzero, "argwhere": _nonzero, "nonzero_numpy": _nonzero,
     "masked_select": _masked_select,
-    "index": _masks, "_unsafe_index": _masks, "index_put": _masks, "_unsafe_index_put": _masks,
-    "_index_put_impl": _masks,
+    "index": _masks, "_unsafe_index": _masks, "index_put": _put_masks, "_unsafe_index_put": _put_masks,
+    "_index_put_impl": _put_masks,
     "_unique": _unique, "_unique2": _unique, "unique_consecutive": _unique_consecutive,
     "unique_dim": _unique_dim, "unique_dim_consecutive": _unique_consecutive,
     "repeat_interleave": _repeat_interleave, "bincount": _bincount, "segment_reduce": _segment_reduce,
-    "coalesce": _coalesce,
+    "coalesce": _coalesce, "_coalesce": _coalesce, "nms": _nms,
+    "_to_sparse": _to_sparse, "to_sparse": _to_sparse, "_to_sparse_csr": _to_sparse, "_to_sparse_csc": _to_sparse,
     "equal": _verdict, "is_nonzero": _verdict, "allclose": _verdict,
     "_to_copy": _copied, "to": _copied, "copy": _copied, "_local_scalar_dense": _copied, "item": _copied,
 }  # fmt: skip
@@ -280,11 +384,16 @@ class MaskedBackward:
 
     def remember(self, args: Any, shape: Any, counts: list[Any]) -> None:
         """Remember what the operator that is running now, whose node has this shape, makes its backward read."""
-        if not counts or not any(t.requires_grad for t in tensors_in(args)):
+        if not counts:
             return
         number = torch._C._autograd._get_sequence_nr() - 1
         # The shape tells apart nodes of a recomputation, which autograd's thread numbers afresh.
-        self._counts[number, tuple(shape)] = self._counts[number, None] = counts
+        keys: tuple[Any, ...] = ((number, tuple(shape)), (number, None))
+        if any(t.requires_grad for t in tensors_in(args)):
+            self._counts.update(dict.fromkeys(keys, counts))
+        else:  # nothing follows, or torch.func, whose tensors tell of their gradients elsewhere
+            for key in keys:
+                self._counts.setdefault(key, counts)
         while len(self._counts) > self._MOST:
             del self._counts[next(iter(self._counts))]
 

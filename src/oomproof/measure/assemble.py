@@ -13,7 +13,7 @@ from typing import Any
 
 from oomproof.errors import EnvironmentMissingError, ScriptError
 from oomproof.gpus import GPUSpec
-from oomproof.measure import communicators
+from oomproof.measure import communicators, value_range
 from oomproof.measure import measurement as m
 from oomproof.phantom import world
 
@@ -53,6 +53,11 @@ class Outcome:
     needs: tuple[int, str] | None = None  # of a world that does not exist: the rank whose message it waits for
 
     @property
+    def depends_on_counts(self) -> bool:
+        """True when something was sized by a count that nobody knows, and that could have been larger."""
+        return any(f["depends_on_counts"] for f in self.findings)
+
+    @property
     def troubled(self) -> bool:
         """True when an allocation failed somewhere, so that more memory would have changed the run."""
         return any(f["refused"] for f in self.findings)
@@ -89,8 +94,11 @@ def assemble(
     unlimited: Outcome | None,
     cwd: Path | None = None,
     notes: Sequence[str] = (),
+    many: Outcome | None = None,
 ) -> m.Measurement:
     """Build the Measurement of a run on the GPU's memory and, when allocations failed there, of one without limit.
+
+    ``many`` is a run without limit in which counts that nobody knows were the largest possible.
 
     Raises ScriptError when no process imported torch, since then nothing was measured.
     """
@@ -103,6 +111,9 @@ def assemble(
     demand = next((f for f in demand_ranks if f["rank"] == lead["rank"]), max(demand_ranks, key=_height))
     shown = demand if verdict == "does-not-fit" and demand["used_gpu"] else lead
     peak = _peak(shown)
+    most = _same_rank(many, lead)
+    top = _demand(most) if most is not None and value_range.got_as_far(most) else None
+    reads = demand["value_reads"]
     ended = "interrupted" if limited.interrupted else "no-kernels" if lead["no_kernels"] else lead["ended"]
     if ended == "finished" and limited.exit_code:
         ended = "exited"
@@ -127,14 +138,21 @@ def assemble(
         demand=_demand(demand),
         breakdown=m.Breakdown(**shown["breakdown"]) if shown["breakdown"] else None,
         outside=_outside(shown, gpu),
-        ranges=_ranges(shown, gpu),
+        ranges=(*_ranges(shown, gpu), *value_range.ranges(reads, _demand(demand), top)),
         per_step=tuple(m.Step(**step) for step in shown["per_step"]),
         calls=tuple(m.Call(**call) for call in shown["calls"]),
         values=lead["values"],
         value_reads=tuple(m.ValueRead(**read) for read in lead["value_reads"]),
+        demand_if_many=top,
         oom=m.OOM(**lead["oom"]) if lead["oom"] else None,
         ranks=_rank_rows(ranks, demand_ranks, limited) if len(ranks) > 1 else (),
-        notes=(*notes, *_notes(limited, lead, shown)),
+        notes=(
+            *notes,
+            *_notes(limited, lead, shown),
+            *value_range.notes(reads, _demand(demand), top),
+            *value_range.hint(reads, ended),
+            *(value_range.failure(reads, most, many.interrupted) if many is not None and top is None else ()),
+        ),
     )
 
 
@@ -250,6 +268,12 @@ def _ranges(finding: Mapping[str, Any], gpu: GPUSpec) -> tuple[m.Range, ...]:
                 reason = "with workspaces between them blocks are cached differently; published runs held less and more"
                 ranges.append(m.Range(what="cached", low_bytes=0, high_bytes=cached, reason=reason))
     return tuple(ranges)
+
+
+def _same_rank(many: Outcome | None, lead: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what the run with the largest counts found on the rank that is told of."""
+    leaders = _leaders(many.findings) if many is not None else []
+    return next((f for f in leaders if f["rank"] == lead["rank"]), None)
 
 
 def _notes(limited: Outcome, lead: Mapping[str, Any], shown: Mapping[str, Any]) -> list[str]:

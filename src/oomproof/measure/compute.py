@@ -8,7 +8,17 @@ from typing import Any
 import torch
 
 from oomproof.measure import versions
-from oomproof.measure.known import FLOATS, TINY, Known, NotHere, covers_storage, host_view, is_ours, tensors_in
+from oomproof.measure.known import (
+    FLOATS,
+    TINY,
+    Entry,
+    Known,
+    NotHere,
+    covers_storage,
+    host_view,
+    is_ours,
+    tensors_in,
+)
 from oomproof.measure.operators import (
     AGAINST_INFINITY,
     CHANGES_NOTHING,
@@ -27,16 +37,25 @@ from oomproof.measure.operators import (
 )
 from oomproof.phantom.device import Device
 
+#: The largest integer or boolean tensor that is computed from assumed values: one-hot choices of 8 in 128 experts for
+#: 8,192 tokens.
+ASSUMED_BYTES = 64 << 20
+
 
 class Computer:
-    """Makes results known where their inputs are; ``limit_bytes`` is the largest integer or boolean one."""
+    """Makes results known where their inputs are; ``limit_bytes`` is the largest integer or boolean one.
 
-    def __init__(self, device: Device, known: Known, limit_bytes: int) -> None:
+    ``many`` assumes the choices that need the most memory.
+    """
+
+    def __init__(self, device: Device, known: Known, limit_bytes: int, many: bool) -> None:
         self._device = device
         self._known = known
         self._limit_bytes = limit_bytes
+        self._many = many
         self._generator = torch.Generator()
-        self._arrived = False
+        self._arrived: bool | None = None
+        self._sent_assumed = False
 
     def compute(self, plan: Plan, args: Any, kwargs: Any, out: Any, fresh: list[Any], written: list[Any]) -> bool:
         """Make the results known; return False where they are not, and what was written must be forgotten."""
@@ -59,22 +78,25 @@ class Computer:
             return True  # found_inf stays as it was: gradients are taken to be finite
         if plan.kind in (TO_COPY, COPY_INTO) and not args[plan.kind == COPY_INTO].is_cuda:
             return self._from_host(args[1] if written else args[0], (written or fresh)[0])
-        small = all(self._is_small(t) for t in fresh) and all(self._is_small(t) for t in written)
-        if small and self._inputs_known(plan, args, kwargs):
-            return self._evaluate(plan, args, kwargs, out, fresh, written)
+        known.saw_assumed = False
+        if self._inputs_known(plan, args, kwargs):
+            limit = ASSUMED_BYTES if known.saw_assumed else self._limit_bytes
+            if all(self._is_small(t, limit) for t in (*fresh, *written)):
+                return self._evaluate(plan, args, kwargs, out, fresh, written)
         if plan.finite and self._finite(plan.finite, args, fresh):
             return True
         return self._uniform(plan, args, kwargs, fresh)
 
-    def _is_small(self, tensor: Any) -> bool:
+    def _is_small(self, tensor: Any, limit: int | None = None) -> bool:
         if tensor.dtype in FLOATS:
             return bool(tensor.numel() <= TINY)
-        return bool(tensor.numel() * tensor.element_size() <= self._limit_bytes)
+        return bool(tensor.numel() * tensor.element_size() <= (limit or self._limit_bytes))
 
     def _inputs_known(self, plan: Plan, args: Any, kwargs: Any) -> bool:
         if plan.shape_only:
             return True
         skip = {id(t) for t in plan.written_in(args, kwargs)} if plan.overwrites else ()
+        uniform = []
         for tensor in tensors_in([list(args), list(kwargs.values())]):
             if id(tensor) in skip:
                 continue
@@ -85,19 +107,34 @@ class Computer:
             if tensor.dtype in FLOATS and tensor.numel() > TINY:
                 return False
             entry = self._known.entry(tensor)
-            if entry is None or entry.pattern is not None:
+            if entry is None:
                 return False
+            self._known.saw_assumed |= entry.assumed
+            if entry.pattern is not None:
+                uniform.append((tensor, entry))
+        return not uniform or (self._known.saw_assumed and all(self._fill(t, entry) for t, entry in uniform))
+
+    def _fill(self, tensor: Any, entry: Entry) -> bool:
+        """Put a noted constant into memory after all: one_hot of assumed choices begins with zeros."""
+        if entry.size > ASSUMED_BYTES or not covers_storage(tensor) or not tensor.is_contiguous():
+            return False
+        assert entry.pattern is not None
+        host_view(tensor).copy_(torch.frombuffer(bytearray(entry.pattern), dtype=tensor.dtype)[0])
+        entry.pattern = None
         return True
 
     def _evaluate(self, plan: Plan, args: Any, kwargs: Any, out: Any, fresh: list[Any], written: list[Any]) -> bool:
         """Run the operator on CPU tensors over the device memory, and copy its results into the real ones."""
         func = plan.func
+        assumed = self._known.saw_assumed
         host_args = [_on_host(a) for a in args]
         host_kwargs = {k: _on_host(v) for k, v in kwargs.items() if k != "pin_memory"}
         if plan.random:
             if any(t.dtype in FLOATS and t.numel() != 1 for t in (*fresh, *written)):
                 return False
             result = self._sample(func, host_args, host_kwargs, (fresh or written)[0])
+        elif plan.name == "aten::histc":  # the CPU counts no integers
+            result = func(host_args[0].double(), *host_args[1:], **host_kwargs).to(host_args[0].dtype)
         else:
             result = func(*host_args, **host_kwargs)
         for target, value in zip(tensors_in(out), tensors_in(result)) if fresh else ():
@@ -106,12 +143,13 @@ class Computer:
             view = host_view(target)
             if view.data_ptr() != value.data_ptr():  # _unsafe_view gives its input's memory
                 view.copy_(value)
-            self._known.add(target)
+            self._known.add(target, assumed=assumed)
         for target in written:
-            if self._known.entry(target) is not None:
-                continue
-            if covers_storage(target):
-                self._known.add(target)
+            entry = self._known.entry(target)
+            if entry is not None:
+                entry.assumed |= assumed
+            elif covers_storage(target):
+                self._known.add(target, assumed=assumed)
             else:
                 self._known.forget(target)
         return True
@@ -177,20 +215,54 @@ class Computer:
             t for t in tensors_in(args[0]) if is_ours(t)
         ]
         entries = [self._known.entry(t) if self._is_small(t) else None for t in inputs]
+        self._sent_assumed = any(e is not None and e.assumed for e in entries)
         return bool(entries) and all(e is not None and e.pattern is None for e in entries)
 
     def _collective(self, plan: Plan, args: Any, fresh: list[Any]) -> bool:
         """Know what a collective brought if every rank knew what it sent."""
         if plan.name.partition("::")[2] in CHANGES_NOTHING:
             return True
-        outputs = [t for t in tensors_in(args[0]) if is_ours(t)] if plan.namespace == "c10d" else fresh
-        for into in outputs:
+        own = plan.namespace != "c10d"
+        outputs = fresh if own else [t for t in tensors_in(args[0]) if is_ours(t)]
+        inputs = list(tensors_in(args[0] if own else list(args[1:2])))
+        same_count = len(inputs) == len(outputs)
+        for place, into in enumerate(outputs):
             whole = self._known.entry(into) is not None or covers_storage(into)
-            if self._arrived and whole and self._is_small(into):
-                self._known.add(into)
+            arrived = self._arrived
+            if arrived is None and inputs:  # torch's fake process groups fill nothing
+                arrived = self._repeat(inputs[place if same_count else 0], into)
+            if arrived and whole and self._is_small(into):
+                self._known.add(into, assumed=self._sent_assumed)
             else:
                 self._known.forget(into)
         return True
+
+    def _repeat(self, source: Any, into: Any) -> bool:
+        """Fill a gathered tensor with its only known part; return False where that part is not known."""
+        if not self._is_small(into) or not source.numel() or into.numel() % source.numel():
+            return False
+        entry = self._known.entry(source)
+        if entry is None or entry.pattern is not None or not into.is_contiguous():
+            return False
+        part = host_view(source).contiguous().reshape(-1)
+        host_view(into).view(-1).copy_(part.repeat(into.numel() // part.numel()))
+        return True
+
+    # ---- assumptions -------------------------------------------------------------------------------------------
+
+    def assume(self, plan: Plan, args: Any, out: Any) -> None:
+        """Give possible results to an operator on unknown values: the places of a count, the choices of topk."""
+        make = _ASSUMED.get(plan.name)
+        if make is None:
+            return
+        into = out[1] if plan.name == "aten::topk" else out
+        if into.numel() * into.element_size() > ASSUMED_BYTES or not self._known.reachable(into.data_ptr()):
+            return
+        with Bare():
+            values = make(args, out, self._many)
+            if values is not None:
+                host_view(into).copy_(values)
+                self._known.add(into, assumed=True)
 
     # ---- constants ---------------------------------------------------------------------------------------------
 
@@ -270,6 +342,43 @@ class Bare:
     def __exit__(self, *_: object) -> None:
         for guard in reversed(self._guards):
             guard.__exit__(None, None, None)
+
+
+def _first_places(args: Any, out: Any, many: bool) -> Any:
+    """Return as many places as were counted: the first ones."""
+    places = torch.unravel_index(torch.arange(out.size(0)), args[0].shape)
+    return torch.stack(places, 1) if places else torch.empty(out.shape, dtype=torch.int64)
+
+
+def _first_boxes(args: Any, out: Any, many: bool) -> Any:
+    return torch.arange(out.size(0))
+
+
+def _choices(args: Any, out: Any, many: bool) -> Any:
+    """Return which of its options each row chooses, None when there are too few rows to choose all of them.
+
+    A router's tokens choose experts, each of a token's choices another. They are spread evenly, which a balancing loss
+    trains for. With ``many`` each token chooses the first experts, but for the few that make each of the others be
+    chosen once: all experts are at work, and the busiest have as much to do as is possible then.
+    """
+    k, dim = args[1], args[2] if len(args) > 2 else -1
+    if not args[0].dim():
+        return None
+    options = args[0].size(dim)
+    rows = out[1].numel() // max(1, k)
+    if rows * k < options or not k:
+        return None
+    if many:
+        chosen = torch.arange(k).repeat(rows, 1)
+        others = torch.arange(k, options)
+        chosen[torch.arange(len(others)) % rows, k - 1 - torch.arange(len(others)) // rows] = others
+    else:
+        chosen = (torch.arange(rows * k) % options).view(rows, k)
+    first = out[1].movedim(dim, -1)
+    return chosen.view(first.shape).movedim(-1, dim)
+
+
+_ASSUMED = {"aten::nonzero": _first_places, "torchvision::nms": _first_boxes, "aten::topk": _choices}
 
 
 def _on_host(value: Any) -> Any:

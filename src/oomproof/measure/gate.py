@@ -24,12 +24,14 @@ from oomproof.measure.values import Mirror
 _READS = frozenset(
     (
         "item", "tolist", "cpu", "numpy", "equal", "is_nonzero", "allclose", "nonzero", "argwhere", "masked_select",
-        "unique", "unique_consecutive", "bincount", "repeat_interleave", "multinomial", "histc",
-        "segment_reduce", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "__format__",
-        "__repr__", "__array__",
+        "unique", "_unique", "_unique2", "unique_consecutive", "unique_dim", "bincount", "repeat_interleave", "one_hot",
+        "multinomial", "histc", "coalesce", "_coalesce", "to_sparse", "to_sparse_csr", "nms", "__bool__", "__int__",
+        "__float__", "__index__", "__complex__", "__contains__", "__format__", "__repr__", "__array__",
     )
 )  # fmt: skip
 #: Functions whose answer for floats that nobody knows is taken from their being finite.
+#: Functions whose choice among floats that nobody knows is assumed.
+_CHOOSES = frozenset(("topk",))
 _FINITE = frozenset(("isfinite", "isnan", "isinf", "isposinf", "isneginf"))
 #: Comparisons of such floats with themselves or infinity: other ways to ask whether they are finite.
 _COMPARING = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"))
@@ -57,16 +59,22 @@ class Gate(TorchFunctionMode):  # type: ignore[misc] # torch has no types here
 
     def __init__(self, mirror: Mirror) -> None:
         super().__init__()
-        self._mirror = mirror
+        self.mirror = mirror
         self._entries = mirror.known.entries
         self._kinds: dict[Any, int] = {}
         mirror.gate_code = Gate.__torch_function__.__code__
+        #: How many threads are in compiled code, where the gate is off.
+        self.paused = 0
 
     def __enter__(self) -> Gate:
         surroundings.pause_in_compiled_code(self)
-        surroundings.cover_constant_folding(self._mirror)
-        surroundings.cover_collectives(self._mirror)
+        surroundings.cover_constant_folding(self.mirror)
+        surroundings.cover_collectives(self.mirror)
+        surroundings.cover_copies_between_gpus(self.mirror)
         surroundings.cover_recomputation(self)
+        surroundings.cover_custom_backward(self)
+        surroundings.cover_nested_tensors(self)
+        surroundings.cover_threads(self)
         surroundings.leave_out_of_parameter_loops(self)
         super().__enter__()
         return self
@@ -118,7 +126,7 @@ class Gate(TorchFunctionMode):  # type: ignore[misc] # torch has no types here
         else:
             bare = False
         if not bare and self._concerns(kind, func, args, kwargs):
-            with self._mirror.on_this_thread():
+            with self.mirror.on_this_thread():
                 return func(*args, **kwargs) if kwargs else func(*args)
         if kind >= _WRITES and args and _writes(func.__name__):
             first = args[0]
@@ -174,7 +182,13 @@ def _kind(name: str) -> int:
     """Return what functions of this name are to the gate."""
     if name in _LOOKS:
         return _BARE
-    if name in _READS or name in _FINITE or name.startswith(("_amp_", "new_")) or name.endswith("_like"):
+    if (
+        name in _READS
+        or name in _FINITE
+        or name in _CHOOSES
+        or name.startswith(("_amp_", "new_"))
+        or name.endswith("_like")
+    ):
         return _ALWAYS  # new_* and *_like look at a tensor's shape only: their results are known
     for names, kind in ((_MOVING, _MOVES), (_MASKABLE, _BY_MASK), (_COMPARING, _COMPARES)):
         if name in names:

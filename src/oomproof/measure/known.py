@@ -35,16 +35,17 @@ class NotHere(Exception):
 
 
 class Entry:
-    """One storage whose contents are known."""
+    """One storage whose contents are known, or ``assumed``: a possible result of numbers that nobody knows."""
 
-    __slots__ = ("_weak", "address", "pattern", "size")
+    __slots__ = ("_weak", "address", "assumed", "pattern", "size")
 
-    def __init__(self, storage: Any, pattern: bytes | None) -> None:
+    def __init__(self, storage: Any, pattern: bytes | None, assumed: bool) -> None:
         self._weak = storage._weak_ref()
         self.address: int = storage.data_ptr()
         self.size: int = storage.nbytes()
         #: The bytes of each element where all are equal and memory itself was not filled; None where memory is right.
         self.pattern = pattern
+        self.assumed = assumed
 
     def alive(self, _expired: Callable[[int], bool] = torch.UntypedStorage._expired) -> bool:
         """Return whether the storage still exists."""
@@ -84,6 +85,8 @@ class Known:
     def __init__(self) -> None:
         #: By ``untyped_storage()._cdata``; the dispatch mode looks here directly, where a call would cost too much.
         self.entries: dict[int, Entry] = {}
+        #: Whether ``host`` gave assumed values since this was last set to False.
+        self.saw_assumed = False
         self._purge_at = _FIRST_PURGE
         self._reachable: bool | None = None
 
@@ -95,10 +98,10 @@ class Known:
             return None  # FSDP1 resizes a storage to nothing and back: the same StorageImpl, other memory
         return entry
 
-    def add(self, tensor: Any, pattern: bytes | None = None) -> None:
+    def add(self, tensor: Any, pattern: bytes | None = None, assumed: bool = False) -> None:
         """Say that the tensor's storage holds the right bytes, or that each of its elements is ``pattern``."""
         storage = tensor.untyped_storage()
-        self.entries[storage._cdata] = Entry(storage, pattern)
+        self.entries[storage._cdata] = Entry(storage, pattern, assumed)
         if len(self.entries) > self._purge_at:
             self.purge()
 
@@ -129,6 +132,7 @@ class Known:
         entry = self.entry(tensor)
         if entry is None:
             raise NotHere
+        self.saw_assumed |= entry.assumed
         if entry.pattern is None:
             return host_view(tensor)
         one = torch.frombuffer(bytearray(entry.pattern), dtype=tensor.dtype)

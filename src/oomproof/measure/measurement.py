@@ -84,7 +84,7 @@ class Outside:
 class Range:
     """A figure that cannot be known exactly: what it is, its bounds, and why."""
 
-    what: str  # "context", "communication", "cuDNN workspace"
+    what: str  # "context", "communication", "cuDNN workspace", "values"
     low_bytes: int
     high_bytes: int
     reason: str
@@ -118,6 +118,8 @@ class ValueRead:
     operation: str  # "aten::_local_scalar_dense (float32)"
     count: int
     affects_memory: bool | None = None  # False: only a float went to the script; None: not known
+    least: int | None = None  # bounds of a count that sizes something; None where shapes do not tell
+    most: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +216,7 @@ class Measurement:
     calls: tuple[Call, ...] = ()
     values: str = "mirror"
     value_reads: tuple[ValueRead, ...] = ()
+    demand_if_many: Demand | None = None  # with unknown counts at their largest; None when that was not run
     oom: OOM | None = None
     ranks: tuple[Rank, ...] = ()
     notes: tuple[str, ...] = field(default=())

@@ -381,8 +381,9 @@ class Observer:
             "optional_workspaces": self._optional(index, allocated),
             "values": self.config["values"],
             "value_reads": self.reads.as_list(),
+            "depends_on_counts": self.reads.depends,
             "oom": self.oom,
-            "notes": [*self.config.get("notes", []), *self.notes, *choices_by_time()],
+            "notes": [*self.config.get("notes", []), *self.notes, *self.reads.notes(), *choices_by_time()],
             "snapshot": snapshot_path,
             "seconds": time.perf_counter() - self.started,
         }

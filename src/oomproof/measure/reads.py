@@ -10,11 +10,19 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from oomproof.measure import surroundings
+from oomproof.measure.answers import Bounds
 from oomproof.measure.gate import Gate
 from oomproof.measure.values import KeptValues, Mirror
 from oomproof.phantom.device import Device
 
 STACK_LINES = 8
+
+#: What copies every parameter to the host and looks at none: one line for all of it.
+SAVING = "saving a checkpoint"
+_SAVERS = tuple(
+    os.sep.join(("", *parts))
+    for parts in (("torch", "serialization.py"), ("safetensors", "torch.py"), ("torch", "distributed", "checkpoint"))
+)
 
 
 class ValueReads:
@@ -23,11 +31,20 @@ class ValueReads:
     def __init__(self, torch: ModuleType, device: Device, config: dict[str, Any]) -> None:
         self._torch = torch
         self._counts: dict[tuple[str, str], list[Any]] = {}
+        #: Whether a number was read inside compiled code, where the mirror is off.
+        self.in_compiled_code = False
+        #: Whether memory may depend on a count that was answered with one of several possible ones.
+        self.depends = False
         self._lock = threading.Lock()
         self._device = device
         self._gate: Gate | None = None
         if config["values"] == "mirror":
-            mirror = Mirror(device, limit_bytes=config["keep_bytes"], on_unknown=self._unknown)
+            mirror = Mirror(
+                device,
+                limit_bytes=config["keep_bytes"],
+                many=config["unknown_counts"] == "many",
+                on_unknown=self._unknown,
+            )
             self._gate = Gate(mirror)
             self._on_read = mirror.on_read
         else:
@@ -37,7 +54,7 @@ class ValueReads:
     def install(self) -> None:
         """Begin. At the import of torch no other mode can be active, so nobody's order of leaving modes is upset."""
         self._device.on_read(self._on_read)
-        self._device.on_answer(lambda what: self._unknown(what, True))
+        self._device.on_answer(lambda what: self._unknown(what, True, None, False))
         if self._gate:
             self._gate.__enter__()
 
@@ -55,41 +72,72 @@ class ValueReads:
         if self._gate:
             self._gate.forget(tensors)
 
-    def _unknown(self, operation: str, affects_memory: bool | None) -> None:
-        key = (_user_line(self._torch), operation)
+    def _unknown(self, operation: str, affects_memory: bool | None, bounds: Bounds | None, assumed: bool) -> None:
+        line, saving = _user_line(self._torch)
+        if saving:
+            operation, affects_memory, assumed = SAVING, False, False
+            line = next((at for at, what in self._counts if what == SAVING), line)
+        key = (line, operation)
+        if affects_memory is not False and self._gate is not None and self._gate.paused:
+            self.in_compiled_code = True
         with self._lock:
-            entry = self._counts.setdefault(key, [0, affects_memory])
+            entry = self._counts.setdefault(key, [0, affects_memory, None, None])
             entry[0] += 1
+            if bounds is not None:
+                entry[2] = bounds.least if entry[2] is None else min(entry[2], bounds.least)
+                entry[3] = None if bounds.most is None else max(entry[3] or 0, bounds.most)
+            one_of_several = bounds is None or (bounds.most is not None and bounds.most > bounds.least)
+            self.depends |= assumed and one_of_several and affects_memory is not False
 
     def as_list(self) -> list[dict[str, Any]]:
         """Return the reads, those that can change the memory first."""
         order = {True: 0, None: 1, False: 2}
         found = sorted(self._counts.items(), key=lambda item: (order[item[1][1]], -item[1][0]))
         return [
-            {"location": location, "operation": operation, "count": count, "affects_memory": affects}
-            for (location, operation), (count, affects) in found
+            {
+                "location": location,
+                "operation": operation,
+                "count": count,
+                "affects_memory": affects,
+                "least": least,
+                "most": most,
+            }
+            for (location, operation), (count, affects, least, most) in found
+        ]
+
+    def notes(self) -> list[str]:
+        """Return what must be said of the reads as a whole."""
+        if not self.in_compiled_code:
+            return []
+        return [
+            "numbers were read within torch.compile'd code, at its graph breaks; there small tensors are not computed "
+            "on the CPU, so such a read is zero unless the number was known before"
         ]
 
 
 def fold_constants(device: Device, config: dict[str, Any]) -> None:
     """Have torch.compile fold constants as on a GPU where no mirror is on: that's PyTorch's own, not the script's."""
-    mirror = Mirror(device, limit_bytes=config["keep_bytes"], on_unknown=lambda operation, affects_memory: None)
+    mirror = Mirror(device, limit_bytes=config["keep_bytes"], on_unknown=lambda *read: None)
     surroundings.cover_constant_folding(mirror)
 
 
-def _user_line(torch: ModuleType) -> str:
-    """Return "file.py:12" of the innermost frame of the user's own code, of a library's when there is none."""
+def _user_line(torch: ModuleType) -> tuple[str, bool]:
+    """Return "file.py:12" of the innermost frame of the user's own code, of a library's when there is none.
+
+    And whether it is within saving tensors to a file.
+    """
     frame: FrameType | None = sys._getframe(1)
-    fallback = ""
+    fallback, saving = "", False
     while frame is not None:
+        saving = saving or any(saver in frame.f_code.co_filename for saver in _SAVERS)
         kind = _kind(frame.f_code.co_filename, torch)
         if kind != "ours":
             line = f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
             if kind == "user":
-                return line
+                return line, saving
             fallback = fallback or line
         frame = frame.f_back
-    return fallback or "(inside the backward pass)"
+    return fallback or "(inside the backward pass)", saving
 
 
 def user_stack(torch: ModuleType, frames: list[dict[str, Any]]) -> list[str]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from typing import Any
 
 import torch
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from oomproof.measure import versions
+
+_HANDLERS = ("__torch_function__", "__torch_dispatch__")
 
 #: Collectives move values inside C++, where no function mode sees them; ranks compare counts and lengths through them.
 _COLLECTIVES = (
@@ -67,6 +71,51 @@ def _covered(original: Any, mode: Any) -> Any:
     return call
 
 
+def cover_copies_between_gpus(mirror: Any) -> None:
+    """Run what DataParallel spreads its inputs with under the mirror; it too works inside C++."""
+    from torch.nn.parallel import comm
+
+    for name in ("scatter", "gather"):
+        setattr(comm, name, _covered(getattr(comm, name), mirror))
+
+
+def cover_nested_tensors(gate: Any) -> None:
+    """Have the gate inside the handlers of jagged nested tensors, which read lengths off their offsets."""
+    for name in _HANDLERS:
+        covered = _covered(getattr(NestedTensor, name), gate)
+        setattr(NestedTensor, name, staticmethod(covered))
+
+
+def _uncover_nested_tensors() -> None:
+    """Give back the handlers: dynamo traces through them, and would meet the gate there."""
+    for name in _HANDLERS:
+        handler = NestedTensor.__dict__[name].__func__
+        if isinstance(NestedTensor.__dict__[name], staticmethod):
+            setattr(NestedTensor, name, classmethod(handler.__wrapped__.__func__))
+
+
+def cover_threads(gate: Any) -> None:
+    """Have the gate in every thread: modes belong to one, and DataParallel calls its replicas from several."""
+    run = threading.Thread._bootstrap_inner  # type: ignore[attr-defined] # what runs whatever a class makes of run()
+    threading.Thread._bootstrap_inner = _covered(run, gate)  # type: ignore[attr-defined]
+
+
+def cover_custom_backward(gate: Any) -> None:
+    """Have the gate in backward passes that are written in Python, which autograd calls on its own threads.
+
+    Those of torch itself are left alone: compiled code has one, and would have the gate traced into it.
+    """
+    function = torch.autograd.function.BackwardCFunction
+    original = function.apply
+    covered = _covered(original, gate)
+
+    def apply(self: Any, *args: Any) -> Any:
+        own = type(self)._forward_cls.__module__.startswith("torch.")
+        return (original if own else covered)(self, *args)
+
+    function.apply = apply
+
+
 def leave_out_of_parameter_loops(gate: Any) -> None:
     """Take the gate off where PyTorch itself goes through all parameters: each p.grad would cost a call of it."""
     for owner, name in (
@@ -93,8 +142,27 @@ def _without(original: Any, gate: Any) -> Any:
 
 
 def pause_in_compiled_code(gate: Any) -> None:
-    """Take the gate off while compiled functions run: dynamo would trace it into them."""
-    _before_compiling(lambda backend: _pause_in_contexts(gate))
+    """Take the gate off while compiled functions run: dynamo would trace it into them.
+
+    It comes back in functions that are left out of compiling with all that they call.
+    """
+
+    def pause(backend: Any) -> None:
+        _pause_in_contexts(gate)
+        _uncover_nested_tensors()
+
+    _before_compiling(pause)
+    disable = torch.compiler.disable
+
+    @functools.wraps(disable)
+    def disable_with_gate(fn: Any = None, recursive: bool = True, **kwargs: Any) -> Any:
+        if fn is None:
+            return functools.partial(disable_with_gate, recursive=recursive, **kwargs)
+        if recursive and callable(fn) and not isinstance(fn, (type, torch.nn.Module)):
+            fn = _covered(fn, gate)
+        return disable(fn, recursive, **kwargs)
+
+    torch.compiler.disable = disable_with_gate
 
 
 def cover_constant_folding(mirror: Any) -> None:
@@ -164,11 +232,13 @@ def _before_compiling(prepare: Any) -> None:
 
 
 def _pause_in_contexts(gate: Any) -> None:
-    from torch._dynamo.eval_frame import OptimizeContext
+    from torch._dynamo.eval_frame import OptimizeContext, skip_code
 
     made = OptimizeContext.__init__
     if hasattr(made, "__wrapped__"):
         return
+    skip_code(gate.mirror.on_read.__func__.__code__)
+    gate.mirror.set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
 
     @functools.wraps(made)
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -176,7 +246,14 @@ def _pause_in_contexts(gate: Any) -> None:
         self.enter_exit_hooks.append(pause)
 
     def pause() -> Any:
-        return gate.put_back if gate.leave() else _nothing
+        if not gate.leave():
+            return _nothing
+        gate.paused += 1
+        return come_back
+
+    def come_back() -> None:
+        gate.paused -= 1
+        gate.put_back()
 
     OptimizeContext.__init__ = make
 

@@ -6,7 +6,10 @@ result is small, computes it on the CPU and writes it into the device memory of 
 allocates device memory and never keeps a tensor, so no figure of the allocator changes.
 
 What is computed: integers and booleans up to a limit, floating point up to 4,096 elements. A float that a kernel
-would have computed is taken to be finite. Numbers that stay unknown read as zero, and each such read is told.
+would have computed is taken to be finite. Numbers that stay unknown read as zero, counts of unknown values as the
+smallest they can be or, in another run, the largest (``answers``); each such read is told. What then follows from such
+a count, and the choices of ``topk`` among unknown values, are assumed: possible values, so that a script goes on with
+numbers that agree with one another.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from oomproof.measure import versions
 from oomproof.measure.answers import (
     MASKED,
     SCATTERED,
+    Bounds,
     MaskedBackward,
     affects_memory,
     assumed,
@@ -49,25 +53,40 @@ from oomproof.measure.operators import (
 )
 from oomproof.phantom.device import Device
 
-#: Called with an operation such as "aten::nonzero (bool)" and whether the number may change memory use.
-OnUnknown = Callable[[str, "bool | None"], None]
+#: Called with an operation such as "aten::nonzero (bool)", whether the number may change memory use, the bounds of a
+#: count, and whether the number came from values that are assumed.
+OnUnknown = Callable[[str, "bool | None", "Bounds | None", bool], None]
 
 
 SCALAR_BYTES = 8
+
+
+class Answers:
+    """What one operator is going to read, and whether any of it was assumed."""
+
+    __slots__ = ("assumed", "coming")
+
+    def __init__(self, coming: Iterator[Any]) -> None:
+        self.coming = coming
+        self.assumed = False
 
 
 class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
     """Know the small values of a script on the phantom; ``gate.Gate`` has it on for the calls that need it.
 
     ``limit_bytes`` is the largest integer or boolean tensor that is computed; the driver should keep copies of that
-    size. ``on_unknown(operation, affects_memory)`` is called at each read of a number that nobody knows.
+    size. ``many`` answers counts of unknown values with the largest they can be. ``on_unknown`` is called at each read
+    of a number that nobody knows.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, device: Device, *, limit_bytes: int = 1 << 20, on_unknown: OnUnknown) -> None:
+    def __init__(
+        self, device: Device, *, limit_bytes: int = 1 << 20, many: bool = False, on_unknown: OnUnknown
+    ) -> None:
         super().__init__()
         self._device = device
+        self._many = many
         self._limit_bytes = limit_bytes
         self._on_unknown = on_unknown
         self.known = Known()
@@ -77,7 +96,9 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         self._nodes = threading.local()  # .last: the node that this thread told of
         #: The code whose frames have ``func``, ``args``, ``kwargs`` and ``answered`` of a call that runs without us.
         self.gate_code: Any = None
-        self._computer = Computer(device, self.known, limit_bytes)
+        #: Dynamo's own, once there is one: else it would compile what is called here at its graph breaks.
+        self.set_eval_frame: Any = None
+        self._computer = Computer(device, self.known, limit_bytes, many)
         versions.pass_higher_order_operators(Mirror)
 
     @classmethod
@@ -92,11 +113,13 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
             route = _route(types)
             if route is not None:
                 return func(*args, **(kwargs or {})) if route else NotImplemented
-        answered: list[Any] = []  # noqa: F841 - on_read finds it in this frame: an iterator, then what it could not say
+        answered: list[Any] = []  # on_read finds it in this frame: Answers, then the sizes that they could not tell
         plan = self._plans.get(id(func)) or self._plan(func)
         call = plan.call
         out = call(*args, **kwargs) if kwargs else call(*args)
         try:
+            if answered and answered[0].assumed:
+                self._computer.assume(plan, args, out)
             kind = plan.kind
             if kind == NOTHING or (out is None and kind != SEVERAL):
                 return out
@@ -148,6 +171,8 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
             first = args[0]
             if isinstance(first, torch.Tensor) and first.is_cuda:
                 if first.untyped_storage()._cdata not in self._entries:
+                    if plan.name == "aten::topk":
+                        self._computer.assume(plan, args, out)
                     return  # computed from what nobody knows
             elif _beyond(first):
                 return
@@ -167,10 +192,15 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
 
         The driver calls this on the thread that copies. Never raises.
         """
+        set_eval_frame = self.set_eval_frame
+        compiling = set_eval_frame(None) if set_eval_frame else None
         try:
             self._read(address, size)
         except Exception:  # noqa: BLE001 - called from C, where an exception has nowhere to go
             self._device.zero(address, size)
+        finally:
+            if compiling is not None:
+                set_eval_frame(compiling)
 
     def _read(self, address: int, size: int) -> None:
         frame, direct = self._frame()
@@ -178,35 +208,37 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         if entry is not None:
             if entry.pattern is not None and size <= self._limit_bytes:
                 self._put(address, entry.pattern * (size // len(entry.pattern)))
+            if entry.assumed:
+                operation, affects = ("copy to the host", None) if frame is None else _operation(frame)
+                self._on_unknown(operation, affects, None, True)
             return
         bare = frame is None or frame.f_code is self.gate_code
         if bare and size > SCALAR_BYTES and self._device.from_host(address, size):
             return  # C++ sent it there and reads it back; a scalar's address is reused too soon to be sure
         if frame is not None:
-            told = frame.f_locals
-            func, args, kwargs = told["func"], told["args"], told["kwargs"]
-            if direct and self._answer(told["answered"], func, args, kwargs, address, size):
+            if direct and self._answer(frame, address, size):
                 return
             if size == 1 and validates(frame):
                 self._put(address, b"\1")
             else:
-                self._unknown_in_operator(func, args, told["answered"], address, size)
+                self._unknown_in_operator(frame, address, size)
             return
         node = torch._C._current_autograd_node()
         count = self._masks.next_count(node) if node is not None and size in (4, 8) else None
         if count is not None:
             self._put(address, count.to_bytes(size, sys.byteorder))
             return
-        if node is None:
-            self._device.zero(address, size)
-            self._on_unknown("copy to the host", None)
-            return
-        if is_check(node.name(), size, self._device.last_kernel()):
+        if node is not None and is_check(node.name(), size, self._device.last_kernel()):
             self._put(address, b"\1")
             return
-        before, self._nodes.last = getattr(self._nodes, "last", None), node._sequence_nr()
-        self._read_as(address, size, assumed_by(node, size, first=before != self._nodes.last))
-        self._on_unknown(node.name(), not (size == 1 and node.name().startswith("Linalg")))  # error codes
+        data = None
+        if node is not None:
+            before, self._nodes.last = getattr(self._nodes, "last", None), node._sequence_nr()
+            data = assumed_by(node, size, first=before != self._nodes.last)
+        self._read_as(address, size, data)
+        name, affects = _outside_operators(node)
+        error_code = size == 1 and name.startswith("Linalg")
+        self._on_unknown(name, False if error_code else affects, None, False)
 
     def _read_as(self, address: int, size: int, data: bytes | None) -> None:
         if data is not None and len(data) == size:
@@ -235,23 +267,35 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
             frame = frame.f_back
         return None, False
 
-    def _answer(self, answered: list[Any], func: Any, args: Any, kwargs: Any, address: int, size: int) -> bool:
+    def _answer(self, frame: Any, address: int, size: int) -> bool:
+        told = frame.f_locals
+        answered: list[Answers] = told["answered"]
+        self.known.saw_assumed = False
         try:
             with Bare():
                 if not answered:
-                    answered.append(self._expected(func, args, kwargs or {}))
-                answer = next(answered[0], None)
+                    answered.append(Answers(self._expected(told["func"], told["args"], told["kwargs"] or {})))
+                answers = answered[0]
+                answer = next(answers.coming, None)
                 while isinstance(answer, bytes) and len(answer) != size:
-                    answer = next(answered[0], None)
+                    answer = next(answers.coming, None)
         except Exception:  # noqa: BLE001 - NotHere, or an operator that the CPU does not have
             if not answered:
-                answered.append(iter(()))
+                answered.append(Answers(iter(())))
             return False
         if answer is None:
             return False
+        if isinstance(answer, Bounds) or self.known.saw_assumed:
+            answers.assumed = isinstance(answer, Bounds) and answer.follows is None
+            self._on_unknown(*_operation(frame), answer if isinstance(answer, Bounds) else None, True)
+        if isinstance(answer, Bounds) and size > SCALAR_BYTES:
+            # nms before torchvision 0.22 reads, for each box, bits of the ones that it rules out
+            self._put(address, (b"\0" if self._many else b"\xff") * size)
+            return True
+        number = answer.answer(self._many) if isinstance(answer, Bounds) else answer
         self._put(
             address,
-            answer if isinstance(answer, bytes) else answer.to_bytes(size, sys.byteorder, signed=True),
+            number if isinstance(number, bytes) else number.to_bytes(size, sys.byteorder, signed=True),
         )
         return True
 
@@ -260,21 +304,21 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         expected = expected_reads(name, func, args, kwargs, self.known)
         if name in MASKED:
             counts = list(expected)
-            self._masks.remember(args, args[0].shape, counts)
+            self._masks.remember(
+                args, args[0].shape, [c.answer(self._many) if isinstance(c, Bounds) else c for c in counts]
+            )
             return iter(counts)
         return expected
 
-    def _unknown_in_operator(self, func: Any, args: Any, answered: list[Any], address: int, size: int) -> None:
-        name = _name_of(func)
+    def _unknown_in_operator(self, frame: Any, address: int, size: int) -> None:
+        told = frame.f_locals
+        name, answered = _name_of(told["func"]), told["answered"]
         if is_check(name, size, self._device.last_kernel()):
             self._put(address, b"\1")
             return
-        self._read_as(address, size, assumed(name, args, size, first=len(answered) <= 1))
+        self._read_as(address, size, assumed(name, told["args"], size, first=len(answered) <= 1))
         answered.append(size)
-        place = 1 if name == "aten::copy_" else 0
-        dtype = next((t.dtype for t in tensors_in(list(args)[place:])), None)
-        operation = f"{name} ({str(dtype).partition('.')[2]})" if dtype is not None else name
-        self._on_unknown(operation, affects_memory(name, dtype))
+        self._on_unknown(*_operation(frame), None, False)
 
     def _put(self, address: int, data: bytes) -> None:
         if self.known.reachable(address):
@@ -306,8 +350,7 @@ class KeptValues:
     def on_read(self, address: int, size: int) -> None:
         """Tell a copy from the device to the host. Never raises."""
         try:
-            node = torch._C._current_autograd_node()
-            self._on_unknown(node.name() if node is not None else "copy to the host", node is not None or None)
+            self._on_unknown(*_outside_operators(torch._C._current_autograd_node()), None, False)
         except Exception:  # noqa: BLE001 - called from C, where an exception has nowhere to go
             return
 
@@ -340,6 +383,22 @@ def _beyond(value: Any) -> bool:
             return True
         value = value[0] if value else None
     return isinstance(value, torch.Tensor) and value.dtype in FLOATS and value.numel() > TINY
+
+
+def _outside_operators(node: Any) -> tuple[str, bool | None]:
+    """Return the name of what reads where no operator is seen, and whether it affects memory: PyTorch's nodes do."""
+    if node is None:
+        return "copy to the host", None
+    name = node.name()
+    written_in_python = isinstance(node, torch.autograd.function.BackwardCFunction) or name.startswith("Generated")
+    return name, None if written_in_python else True
+
+
+def _operation(frame: Any) -> tuple[str, bool | None]:
+    """Return the name of the operator that a frame runs, with its dtype, and whether it affects memory."""
+    name, args = _name_of(frame.f_locals["func"]), frame.f_locals["args"]
+    dtype = next((t.dtype for t in tensors_in(list(args)[name == "aten::copy_" :])), None)
+    return f"{name} ({str(dtype).partition('.')[2]})" if dtype is not None else name, affects_memory(name, dtype)
 
 
 _DISPATCH_CODE = Mirror.__torch_dispatch__.__code__

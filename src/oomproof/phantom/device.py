@@ -155,9 +155,10 @@ class Device:
         """Say, before a collective of this thread, whether what this rank sends in it is known."""
         self._library.oom_collective_begin(int(known))
 
-    def collective_ended(self) -> bool:
-        """Return whether all that the collective brought is known; False when nothing small was exchanged."""
-        return bool(self._library.oom_collective_end())
+    def collective_ended(self) -> bool | None:
+        """Return whether all that the collective brought is known; None when it was none of NCCL's."""
+        known = self._library.oom_collective_end()
+        return None if known < 0 else bool(known)
 
     def next_split(self, ranks: int) -> None:
         """Say how many ranks the communicators have that are now split off others; 0 for as many as their parent."""

@@ -45,6 +45,7 @@ class Settings:
     unlimited: bool = False  # allocations never fail; the GPU still says how much memory it has
     platform: str = "linux"  # "linux" or "wsl": how the driver orders segment addresses
     values: str = "mirror"  # "mirror" or "keep"
+    unknown_counts: str = "few"  # "few" or "many": how counts of values that nobody knows are answered
     observe: bool = True
     steps: int | None = 3  # optimizer steps; None for all
     until_stable: bool = False
@@ -61,6 +62,7 @@ class Settings:
             "rising_addresses": self.platform == "wsl",
             "keep_bytes": self.keep_bytes,
             "values": self.values,
+            "unknown_counts": self.unknown_counts,
             "observe": self.observe,
             "steps": self.steps,
             "until_stable": self.until_stable,

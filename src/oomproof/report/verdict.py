@@ -29,6 +29,7 @@ def device_bounds(measurement: Measurement) -> tuple[int, int]:
         "context": outside.context_bytes,
         "communication": outside.communication_bytes,
         "cached": outside.cached_bytes,
+        "values": measurement.peak.device_bytes,
     }
     low = high = measurement.peak.device_bytes
     for item in measurement.ranges:
@@ -61,6 +62,9 @@ def _fits(measurement: Measurement) -> Headline:
     if sized:  # a detector's proposals: no range can say how many there would be
         figures += f", with {plural(sized, 'size')} that only a kernel computes taken as 0"
     _, high = device_bounds(measurement)
+    if _depends(measurement):
+        reach = f": with the largest of the counts that nobody knows it would take {format_bytes(high)}"
+        return Headline(verdict="FITS, DEPENDING ON VALUES", detail=figures + reach, colour="yellow")
     if high > measurement.gpu.memory_bytes:
         reach = f": the range reaches past the GPU, to {format_bytes(high)}"
         return Headline(verdict="FITS, BUT ONLY JUST", detail=figures + reach, colour="yellow")
@@ -69,6 +73,12 @@ def _fits(measurement: Measurement) -> Headline:
         reach = f": the allocator had to give back its cache {retries} to go on, which costs speed"
         return Headline(verdict="FITS, BUT ONLY JUST", detail=figures + reach, colour="yellow")
     return Headline(verdict="FITS", detail=figures, colour="green")
+
+
+def _depends(measurement: Measurement) -> bool:
+    """Return whether a run that fits would not with the largest counts of unknown values."""
+    many = measurement.demand_if_many
+    return many is not None and many.device_bytes > measurement.gpu.memory_bytes
 
 
 def _does_not_fit(measurement: Measurement) -> Headline:

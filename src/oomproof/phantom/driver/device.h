@@ -124,7 +124,7 @@ OOM_EXPORT uint64_t oom_unanswered(void); /* messages that never came */
 /* Around collectives. The value mirror says before one whether what it sends is known, and learns after it whether all
  * that came is. torch does not tell ncclCommSplit how many ranks the new communicator has: Python does. */
 OOM_EXPORT void oom_collective_begin(int known);
-OOM_EXPORT int oom_collective_end(void);
+OOM_EXPORT int oom_collective_end(void); /* -1: no operation of NCCL's ran */
 OOM_EXPORT int oom_collective_known_here(void);
 OOM_EXPORT void oom_collective_done(int known);
 OOM_EXPORT void oom_next_split(int ranks);

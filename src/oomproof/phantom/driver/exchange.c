@@ -100,5 +100,5 @@ void oom_collective_done(int known) {
 
 int oom_collective_end(void) {
     known_here = 0;
-    return operations > 0 && unknown_operations == 0;
+    return operations == 0 ? -1 : unknown_operations == 0;
 }

@@ -229,7 +229,9 @@ class Computer:
         for place, into in enumerate(outputs):
             whole = self._known.entry(into) is not None or covers_storage(into)
             arrived = self._arrived
-            if arrived is None and inputs:  # torch's fake process groups fill nothing
+            if arrived is None:  # torch's fake process groups fill nothing
+                if not inputs:
+                    continue
                 arrived = self._repeat(inputs[place if same_count else 0], into)
             if arrived and whole and self._is_small(into):
                 self._known.add(into, assumed=self._sent_assumed)

@@ -43,7 +43,10 @@ class Hooks:
         self.last_output = 0
         self.labelled: set[tuple[int, ...]] = set()
         self.roots: Any = weakref.WeakValueDictionary()  # a model that the script drops must go
-        self.built: dict[int, int] = {}  # optimizers that were constructed, with their number of parameter groups
+        self.built: dict[int, tuple[Any, int]] = {}  # optimizers that were constructed, weakly, with their groups then
+        self.stepped: set[int] = (
+            set()
+        )  # parameters that were given to an optimizer's step, before a whole step is known
         self.call: Call = (0, 0)  # the one that is running
         self.cycle: list[Call] = []  # calls of optimizers that made this step
         self.last_cycle: list[Call] = []
@@ -207,9 +210,9 @@ class Hooks:
 
         @functools.wraps(original)
         def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            self.built[id(optimizer)] = 1
+            self.built[id(optimizer)] = weakref.ref(optimizer), 1
             original(optimizer, *args, **kwargs)
-            self.built[id(optimizer)] = len(optimizer.param_groups)
+            self.built[id(optimizer)] = weakref.ref(optimizer), len(optimizer.param_groups)
 
         self.torch.optim.Optimizer.__init__ = init
 
@@ -220,6 +223,8 @@ class Hooks:
         if self.in_optimizer == 0:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             self.call = id(optimizer), hash(tuple(map(id, parameters)))
+            if not self.last_cycle:
+                self.stepped.update(map(id, parameters))
             self._begin_cycle(self.call)
             self.observer.label("gradient", self._addresses([p.grad for p in parameters if p.grad is not None]))
             if (*self.call, 0) not in self.labelled:
@@ -265,8 +270,15 @@ class Hooks:
         if last:
             return all(_calls_of(which, calls) >= _calls_of(which, last) for which, _ in last)
         # The first step: DeepSpeed's ZeRO-1 and 2 show an optimizer one of its groups at each call.
-        wanted = {which: built if which == self.call[0] else 1 for which, built in self.built.items()}
-        return all(_calls_of(which, calls) * groups >= count for which, count in wanted.items())
+        for which, (reference, built) in self.built.items():
+            optimizer = reference()
+            made = _calls_of(which, calls)
+            if optimizer is None or made * groups >= (built if which == self.call[0] else 1):
+                continue
+            # a container of optimizers, or one in such a container, has had its turn with the others
+            if made or not all(id(p) in self.stepped for group in optimizer.param_groups for p in group["params"]):
+                return False
+        return True
 
     def _work_begins(self) -> None:
         """Forget the steps before the first forward or backward pass: they only made the optimizer's states.

@@ -394,7 +394,7 @@ def test_nonzeros_of_results_are_told(measure: Measure) -> None:
 
 
 def test_coalescing_counts_known_indices(measure: Measure) -> None:
-    """Equal indices fall together where they are known; else none do, which is told."""
+    """Equal indices fall together where they are known; else one is left or all, and the report has the range."""
 
     def coalesce():
         import torch
@@ -403,12 +403,12 @@ def test_coalescing_counts_known_indices(measure: Measure) -> None:
         values = torch.randn(5, 3, device="cuda")
         assert torch.sparse_coo_tensor(indices, values, (2, 3, 3)).coalesce()._nnz() == 3
         unknown = torch.randn(2, 5, device="cuda").argsort(1)
-        assert torch.sparse_coo_tensor(unknown, values, (5, 5, 3)).coalesce()._nnz() == 5
+        assert torch.sparse_coo_tensor(unknown, values, (5, 5, 3)).coalesce()._nnz() in (1, 5)
 
     found = measure(coalesce)
     assert (found.ended, found.exit_code) == ("finished", 0), found.notes
-    reads = [read for read in found.value_reads if read.operation.startswith("aten::coalesce")]
-    assert [(read.count, read.affects_memory) for read in reads] == [(1, True)]
+    reads = [read for read in found.value_reads if "coalesce" in read.operation]
+    assert [(read.count, read.affects_memory, read.least, read.most) for read in reads] == [(1, True, 1, 5)]
 
 
 def test_semi_structured_weights(child: Child) -> None:

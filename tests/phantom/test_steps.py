@@ -387,4 +387,4 @@ def test_a_container_of_optimizers_steps_with_them(measure: Measure) -> None:
     found = measure(container, 9, uses=(net_and_data,), steps=3)
     assert found.steps == 3
     first, second, third = (step.allocated_bytes for step in found.per_step)
-    assert first < second == third
+    assert first <= second == third

@@ -14,7 +14,6 @@ import itertools
 import math
 import os
 import struct
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -243,8 +242,7 @@ def _coalesce(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int |
 def _to_sparse(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[Bounds]:
     """Dense to sparse: ATen looks for what is not zero, once or several times; with dense dimensions, for rows."""
     dims = next((a for a in args[1:2] if isinstance(a, int)), args[0].dim())
-    for _ in range(3):
-        yield Bounds(0, math.prod(args[0].shape[:dims]))
+    yield from itertools.repeat(Bounds(0, math.prod(args[0].shape[:dims])))
 
 
 def _nms(func: Any, args: Any, kwargs: Any, known: Known) -> Iterator[int | Bounds]:
@@ -304,12 +302,7 @@ _READERS: dict[str, _Reader] = {
 
 
 def assumed(name: str, args: Any, size: int, *, first: bool) -> bytes | None:
-    """Return what an operator reads in place of a number that nobody knows; None where zero is as good as any.
-
-    A count that sizes an allocation is taken to be the largest possible.
-    """
-    if name == "aten::coalesce":  # as many elements as before: no two have the same indices
-        return int(args[0]._nnz()).to_bytes(size, sys.byteorder)
+    """Return what an operator reads in place of a number that nobody knows; None where zero is as good as any."""
     if name == "aten::linalg_matrix_exp":
         return _matrix_exponential(args[0].shape, args[0].dtype, size, first)
     if name == "aten::mode" and size == _FOUND_BYTES:  # thrust's search for the value, which must be there

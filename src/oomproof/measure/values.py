@@ -283,7 +283,7 @@ class Mirror(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
             if not answered:
                 answered.append(Answers(iter(())))
             return False
-        if answer is None:
+        if answer is None or (isinstance(answer, Bounds) and size == 1):  # a yes or no, not a count
             return False
         if isinstance(answer, Bounds) or self.known.saw_assumed:
             answers.assumed = isinstance(answer, Bounds) and answer.follows is None

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -135,7 +135,7 @@ def _compile_all(torch: Path, scratch: Path) -> dict[str, object]:
         rest = sorted(set(library.versions) - own - set(aliases))
         stubs = work / f"{library.stem}_rest.c"
         headers = "".join(_read_header(includes, name) for name in prototypes.HEADERS.get(library.stem, ()))
-        stubs.write_text(prototypes.source(library.stem, rest, prototypes.parse(headers)))
+        stubs.write_text(prototypes.source(library.stem, rest, prototypes.parse(headers)) + _jumps(aliases))
         target = work / f"{library.stem}_rest.o"
         _run([*compiler, *FLAGS, "-fno-builtin", f"-I{DRIVER}", "-c", str(stubs), "-o", str(target)])
         objects.append(str(target))
@@ -149,7 +149,6 @@ def _compile_all(torch: Path, scratch: Path) -> dict[str, object]:
             *objects,
             str(device),
         ]
-        link += [f"-Wl,--defsym={name}={function}" for name, function in sorted(aliases.items())]
         if script.read_text():
             link.append(f"-Wl,--version-script,{script}")
         _run([*link, "-o", str(scratch / library.soname), "-lpthread", "-ldl"])
@@ -167,6 +166,16 @@ def _compile_all(torch: Path, scratch: Path) -> dict[str, object]:
     }
     (scratch / MANIFEST).write_text(json.dumps(manifest))
     return manifest
+
+
+def _jumps(aliases: Mapping[str, str]) -> str:
+    """Return C that makes each name go on to another function; in assembly, since not all have known prototypes."""
+    lines = ["#ifdef __aarch64__", '#define JUMP(to) "b " to', "#else", '#define JUMP(to) "jmp " to "@PLT"', "#endif"]
+    lines += [
+        f'__asm__(".text\\n.globl {name}\\n.type {name}, %function\\n{name}: " JUMP("{function}") "\\n");'
+        for name, function in sorted(aliases.items())
+    ]
+    return "\n".join(lines) + "\n" if aliases else ""
 
 
 def _driver_links(folder: Path, names: Iterable[str]) -> None:

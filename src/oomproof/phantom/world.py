@@ -310,7 +310,9 @@ def _answer_rendezvous(distributed: Any, store_class: Any, size: int, rank: int)
         def make(*args: Any, **kwargs: Any) -> Any:
             return shared
 
-        for module in (distributed, distributed.distributed_c10d, rendezvous):
+        # symmetric memory of 2.6 takes the file store from the extension itself
+        extension = sys.modules["torch._C._distributed_c10d"]
+        for module in (distributed, distributed.distributed_c10d, rendezvous, extension):
             if getattr(module, name, None) is original:
                 setattr(module, name, make)
     init = distributed.init_process_group

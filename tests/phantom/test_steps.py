@@ -388,3 +388,5 @@ def test_a_container_of_optimizers_steps_with_them(measure: Measure) -> None:
     assert found.steps == 3
     first, second, third = (step.allocated_bytes for step in found.per_step)
     assert first <= second == third
+    assert found.breakdown is not None
+    assert found.breakdown.optimizer_state_bytes >= 2 * 4 * 2 * 64 * 128  # two moments of the weights

@@ -252,12 +252,12 @@ class Hooks:
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.in_optimizer = max(0, self.in_optimizer - 1)
-        if self.in_optimizer:
-            return  # a wrapper around another optimizer
-        self.leave_optimizer()
         state = getattr(optimizer, "state", None)
         if isinstance(state, Mapping):
             self.observer.label("optimizer_state", self._addresses(state))
+        if self.in_optimizer:
+            return  # within a wrapper or a container of optimizers
+        self.leave_optimizer()
         self.phase = "other"
         self.observer.mark("other", None)
         self.cycle.append(self.call)

@@ -184,6 +184,9 @@ if rank % 2 == 0:
     dist.monitored_barrier(gloo)
 dist.barrier()
 store = dist.distributed_c10d._get_default_store()
+if rank == 0:
+    store.set("name", "chosen")
+assert store.get("name") == b"chosen"
 store.set(f"address/{rank}", "here")
 assert store.get(f"address/{size - 1}") == b"here"
 steps(layers().cuda())

@@ -13,6 +13,7 @@ Standard library and torch only: this runs inside the user's interpreter. Torch 
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import json
 import os
@@ -90,22 +91,37 @@ class Messages:
 
     def send(self, what: str, source: int, to: object, ranks: tuple[int, ...], value: Any) -> None:
         """Leave an object for another rank, or for all of a group (``to`` is "all")."""
-        path = self._path(what, source, to, ranks)
+        self._leave_behind(self._path(what, source, to, ranks), pickle.dumps(value))
+
+    def receive(self, what: str, source: int, to: object, ranks: tuple[int, ...]) -> Any:
+        """Return what the source left; end the process and ask for the source's measurement if it left nothing."""
+        return pickle.loads(self._wait_for(self._path(what, source, to, ranks), source))
+
+    def set(self, key: str, value: bytes) -> None:
+        """Leave what this rank set in the store."""
+        self._leave_behind(self._stored(key), value)
+
+    def get(self, key: str) -> bytes:
+        """Return what a rank set in the store; ask for rank 0, which is the one that sets what all read."""
+        return self._wait_for(self._stored(key), 0)
+
+    def _stored(self, key: str) -> Path:
+        return self._folder / f"store-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
+
+    def _leave_behind(self, path: Path, data: bytes) -> None:
         scratch = path.with_suffix(f".{os.getpid()}")
-        scratch.write_bytes(pickle.dumps(value))
+        scratch.write_bytes(data)
         scratch.replace(path)
         if path.name == self._until:
             _leave()
 
-    def receive(self, what: str, source: int, to: object, ranks: tuple[int, ...]) -> Any:
-        """Return what the source left; end the process and ask for the source's measurement if it left nothing."""
-        path = self._path(what, source, to, ranks)
+    def _wait_for(self, path: Path, source: int) -> bytes:
         if not path.exists():
             scratch = self._run_folder / f"{NEEDS}.{os.getpid()}"
             scratch.write_text(json.dumps({"rank": source, "message": path.name}))
             scratch.replace(self._run_folder / NEEDS)
             _leave()
-        return pickle.loads(path.read_bytes())
+        return path.read_bytes()
 
 
 def _leave() -> None:
@@ -129,11 +145,11 @@ def install(
         return None
     layout = watch_groups(distributed, next_split)
     size, rank = config["size"], config["rank"]
-    store = _store_class(distributed)
-    _answer_rendezvous(distributed, store, size, rank)
+    messages = Messages(Path(config["folder"]), run_folder, config["until"])
+    _answer_rendezvous(distributed, _store_class(distributed)(size, rank, messages), size, rank)
     _answer_gloo(distributed)
     _answer_cpu_collectives(torch, distributed)
-    _answer_objects(distributed, Messages(Path(config["folder"]), run_folder, config["until"]))
+    _answer_objects(distributed, messages)
     _start_one_of_launched(config)
     return layout
 
@@ -206,16 +222,19 @@ def _store_class(distributed: Any) -> Any:
     """Return a store that answers at once, as if every other rank had done what this one did."""
 
     class Store(distributed.Store):  # type: ignore[misc] # torch has no types here
-        def __init__(self, size: int) -> None:
+        def __init__(self, size: int, rank: int, messages: Messages) -> None:
             super().__init__()
             self._size = size
+            self._rank = rank
+            self._messages = messages
             self._values: dict[str, bytes] = {}
             self._counts: dict[str, int] = {}
             self._lock = threading.Lock()
 
         def set(self, key: str, value: Any) -> None:
             with self._lock:
-                self._values[key] = value if isinstance(value, bytes) else bytes(str(value), "utf-8")
+                self._values[key] = _bytes(value)
+            self._messages.set(key, _bytes(value))
 
         def get(self, key: str) -> bytes:
             with self._lock:
@@ -229,6 +248,8 @@ def _store_class(distributed: Any) -> Any:
                 alike = [k for k in self._values if _DIGITS.sub("#", k) == pattern]
                 if alike:  # what this rank set under its own number
                     return self._values[alike[-1]]
+            if self._rank:
+                return self._messages.get(key)
             raise RuntimeError(
                 f"the store's {key!r} comes from another rank, which does not exist here; measure with real "
                 "processes instead: oomproof run -- torchrun --nproc-per-node N"
@@ -292,11 +313,9 @@ def _bytes(value: Any) -> bytes:
     return value if isinstance(value, bytes) else str(value).encode()
 
 
-def _answer_rendezvous(distributed: Any, store_class: Any, size: int, rank: int) -> None:
+def _answer_rendezvous(distributed: Any, shared: Any, size: int, rank: int) -> None:
     """Give every way to initialise the answering store: env://, tcp://, file://, a store of the script's own."""
     rendezvous: Any = sys.modules["torch.distributed.rendezvous"]  # the name in the package is a function
-
-    shared = store_class(size)
 
     def handler(url: str, *args: Any, **kwargs: Any) -> Any:
         yield shared, _asked(url, "rank", rank), _asked(url, "world_size", size)

@@ -197,7 +197,7 @@ def measured(folder: Path, code: str, **options: Any) -> Measurement:
     """Run a script as a rank of a world that does not exist, for two steps."""
     script = folder / "train.py"
     script.write_text(START + code)
-    return oomproof.run([PYTHON, str(script)], gpu="a100-80gb", steps=2, **options)
+    return oomproof.run([PYTHON, str(script)], gpu="h100-80gb", steps=2, **options)
 
 
 @pytest.mark.parametrize(

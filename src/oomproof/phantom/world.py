@@ -378,6 +378,7 @@ def _answer_gloo(distributed: Any) -> None:
             return make(rank, size)
 
     c10d.ProcessGroupGloo = ProcessGroupGloo
+    _split_by_making(distributed)
     # 2.14 makes backends through a registry that it fills when they are first asked for; before it, by class name
     distributed.Backend._plugins["GLOO"] = distributed.Backend._BackendPlugin(
         lambda common, options: make(common.group_rank, common.group_size), True
@@ -387,6 +388,35 @@ def _answer_gloo(distributed: Any) -> None:
         """Everybody has arrived."""
 
     _replace(distributed, "monitored_barrier", monitored_barrier)
+
+
+def _split_by_making(distributed: Any) -> None:
+    """Make a group anew where it cannot be split off another: up to 2.11 a fake CPU group beside NCCL's cannot."""
+    split = getattr(distributed, "split_group", None)
+    if split is None:  # before 2.5
+        return
+    signature = inspect.signature(split)
+
+    @functools.wraps(split)
+    def split_group(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return split(*args, **kwargs)
+        except RuntimeError as error:
+            if "missing implementation of split" not in str(error):
+                raise
+        given = signature.bind(*args, **kwargs).arguments
+        members = _ranks(distributed, given.get("parent_pg"))
+        for ranks in given["split_ranks"]:
+            mine = [members[rank] for rank in ranks]
+            if distributed.get_rank() in mine:
+                options = {k: given[k] for k in ("timeout", "group_desc") if given.get(k) is not None}
+                return distributed.new_group(mine, use_local_synchronization=True, **options)
+        return distributed.GroupMember.NON_GROUP_MEMBER
+
+    _replace(distributed, "split_group", split_group)
+    mesh = sys.modules.get("torch.distributed.device_mesh")
+    if getattr(mesh, "split_group", None) is split:
+        mesh.split_group = split_group  # type: ignore[union-attr]
 
 
 def _answer_cpu_collectives(torch: Any, distributed: Any) -> None:

@@ -185,6 +185,23 @@ API int nvmlDeviceGetCudaComputeCapability(nvmlDevice_t device, int *major, int 
     return SUCCESS;
 }
 
+/* nvmlGpuFabricInfoV_t, up to its state; expandable segments and symmetric memory of PyTorch ask. From Hopper on the call
+ * works, and says that this GPU is in no NVLink domain of several machines. */
+struct fabric_info {
+    unsigned version;
+    unsigned char cluster[16];
+    int status;
+    unsigned clique;
+    unsigned char state;
+};
+
+API int nvmlDeviceGetGpuFabricInfoV(nvmlDevice_t device, struct fabric_info *info) {
+    TRACE();
+    if (gpu_of(device)->major < 9) return NOT_SUPPORTED;
+    *info = (struct fabric_info){.version = info->version};
+    return SUCCESS;
+}
+
 API int nvmlDeviceGetMemoryBusWidth(nvmlDevice_t device, unsigned *width) { TRACE(); return give(width, (unsigned)gpu_of(device)->bus_bits); }
 API int nvmlDeviceGetMaxMigDeviceCount(nvmlDevice_t device, unsigned *count) { TRACE(); (void)device; return give(count, 0); }
 API int nvmlDeviceIsMigDeviceHandle(nvmlDevice_t device, unsigned *is) { TRACE(); (void)device; return give(is, 0); }

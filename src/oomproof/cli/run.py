@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,6 +69,7 @@ def main(
         raise UsageError("--snapshot goes into the capture; add -o FILE.oomp")
     failure: OomproofError | None = None
     interrupted = False
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # of a scheduler or `timeout`: as Ctrl-C, nothing is left
     try:
         measured = api.run(
             command,

@@ -13,6 +13,10 @@
 
 #define API __attribute__((visibility("default")))
 
+#if CUDART_VERSION < 12030 /* torch 2.4 */
+typedef struct cudaGraphEdgeData_st cudaGraphEdgeData;
+#endif
+
 static _Thread_local cudaError_t last_error = cudaSuccess;
 
 static cudaError_t fail(cudaError_t error) { return last_error = error; }

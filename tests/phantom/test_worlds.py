@@ -266,6 +266,17 @@ def test_what_nobody_sends_is_told(tmp_path: Path) -> None:
         measured(tmp_path, code, world_size=2, rank=1)
 
 
+def test_broadcast_numbers_of_another_rank_are_told(tmp_path: Path) -> None:
+    """A length that rank 0 chooses is not known on rank 3: the report says what was taken instead."""
+    code = (
+        'dist.init_process_group("nccl")\nlength = torch.tensor([rank + 1], device="cuda")\n'
+        "dist.broadcast(length, 0)\ntorch.empty(int(length) * 1024, device='cuda')\nsteps(layers().cuda())\n"
+    )
+    told = [note for note in measured(tmp_path, code, world_size=8, rank=3).notes if "were broadcast" in note]
+    assert len(told) == 1
+    assert not [n for n in measured(tmp_path, code, world_size=8, rank=0).notes if "were broadcast" in n]
+
+
 def test_worst_measures_the_first_and_last_rank_where_all_do_the_same(tmp_path: Path) -> None:
     """Without point-to-point messages, the ends of each group are enough."""
     found = measured(tmp_path, DDP, world_size=64, ranks="worst")
@@ -355,6 +366,12 @@ if rank == 0:
 elif rank == 1:
     dist.recv(message, 0)
     assert message.tolist() == [7, 7, 7]
+if rank == 0:
+    dist.send(torch.arange(4.0, device="cuda"), 1)
+elif rank == 1:
+    got = torch.empty(4, device="cuda")
+    dist.recv(got, 0)
+    assert got.tolist() == [0, 1, 2, 3], got
 pair = dist.new_group([0, 1])
 if rank < 2:
     dist.all_reduce(own, group=pair)

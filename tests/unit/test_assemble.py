@@ -43,6 +43,7 @@ def finding(**changes: Any) -> dict[str, Any]:
         "all_to_all": 0,
         "groups": [],
         "unanswered": 0,
+        "own_answers": 0,
         "pinned_host_bytes": 0,
         "managed_bytes": 0,
         "no_kernels": False,

@@ -285,6 +285,11 @@ def _notes(limited: Outcome, lead: Mapping[str, Any], shown: Mapping[str, Any]) 
         )
     elif lead["oom"] and lead["ended"] != "oom":
         notes.append("the script met an out-of-memory error, handled it and went on; the peak is that of what followed")
+    if lead["own_answers"]:
+        notes.append(
+            "whole numbers were broadcast by ranks that do not exist: they were taken to be what this rank had itself. "
+            "If sizes follow them, measure the rank that sends them, or real processes"
+        )
     unanswered = sum(f["unanswered"] for f in limited.findings)
     if unanswered:
         notes.append(

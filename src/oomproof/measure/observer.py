@@ -369,6 +369,7 @@ class Observer:
             "all_to_all": self.all_to_all,
             "groups": self.layout.as_list() if self.layout else [],
             "unanswered": self.device.unanswered(),
+            "own_answers": self.layout.own_answers if self.layout else 0,
             "refused": self.device.refused(),
             "no_kernels": bool(self.config.get("no_kernels")),
             "pinned_host_bytes": self.device.host_peak(),

@@ -18,7 +18,8 @@ _HANDLERS = ("__torch_function__", "__torch_dispatch__")
 _COLLECTIVES = (
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
     "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter",
-    "reduce_scatter_tensor", "scatter", "scatter_object_list", "_verify_params_across_processes",
+    "reduce_scatter_tensor", "scatter", "scatter_object_list", "_verify_params_across_processes", "send", "recv",
+    "isend", "irecv",
 )  # fmt: skip
 
 

@@ -61,6 +61,8 @@ class Layout:
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, ...], bool] = {}
+        #: Whole numbers that another rank broadcasts to this one, and that were answered with this rank's own.
+        self.own_answers = 0
 
     def add(self, ranks: tuple[int, ...]) -> None:
         """Note a group."""
@@ -150,6 +152,7 @@ def install(
     _answer_gloo(distributed)
     _answer_cpu_collectives(torch, distributed)
     _answer_objects(distributed, messages)
+    _count_broadcasts(torch, distributed, layout)
     _start_one_of_launched(config)
     return layout
 
@@ -553,6 +556,25 @@ def _answer_objects(distributed: Any, messages: Messages) -> None:
         original = getattr(distributed, answer.__name__, None)
         if original is not None:
             _replace(distributed, answer.__name__, _answered(original, answer))
+
+
+def _count_broadcasts(torch: Any, distributed: Any, layout: Layout) -> None:
+    """Count broadcasts of whole numbers from other ranks: sizes may follow them, and here they are this rank's own."""
+    original = distributed.broadcast
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def broadcast(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        ranks = _ranks(distributed, given.get("group"))
+        within, source = given.get("group_src"), given.get("src")
+        source = ranks[within] if within is not None else ranks[0] if source is None else source
+        tensor = given["tensor"]
+        whole = not (tensor.is_floating_point() or tensor.is_complex())
+        layout.own_answers += whole and tensor.numel() > 0 and source != distributed.get_rank() in ranks
+        return original(*args, **kwargs)
+
+    _replace(distributed, "broadcast", broadcast)
 
 
 def _answered(original: Any, answer: Callable[[Any, dict[str, Any]], Any]) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import child as child_module
 import pytest
+from phantom_child import in_child
 
 import oomproof
 from oomproof.measure.measurement import Measurement
@@ -66,5 +67,18 @@ def measure(child: child_module.Child) -> Callable[..., Measurement]:
         script = child.script(body, *arguments, uses=uses)
         options.setdefault("gpu", "t4")
         return oomproof.run([child_module.PYTHON, str(script)], cwd=child.folder, **options)
+
+    return run
+
+
+@pytest.fixture
+def lines() -> Any:
+    """Run lines of Python beside a mirror, or without one."""
+
+    def run(code: str, *, mirrored: bool = True) -> Any:
+        result = in_child(code, mirrored=mirrored)
+        if result is None:
+            pytest.skip("no CUDA build of torch")
+        return result
 
     return run

@@ -6,22 +6,8 @@ from typing import Any
 
 import pytest
 from child import Child
-from phantom_child import in_child
 
 pytestmark = pytest.mark.phantom
-
-
-@pytest.fixture
-def lines() -> Any:
-    """Run lines of Python beside a mirror, or without one."""
-
-    def run(code: str, *, mirrored: bool = True) -> Any:
-        result = in_child(code, mirrored=mirrored)
-        if result is None:
-            pytest.skip("no CUDA build of torch")
-        return result
-
-    return run
 
 
 def test_threads_see_the_same_values(lines: Any) -> None:

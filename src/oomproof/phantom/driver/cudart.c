@@ -386,16 +386,9 @@ static void capture_info(cudaStream_t stream, enum cudaStreamCaptureStatus *stat
 }
 
 #if CUDART_VERSION >= 13000
-API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
-                                         unsigned long long *id, cudaGraph_t *graph,
-                                         const cudaGraphNode_t **dependencies, const cudaGraphEdgeData **edges,
-                                         size_t *count) {
-    TRACE();
-    if (edges) *edges = NULL;
-    capture_info(stream, status, id, graph, dependencies, count);
-    return cudaSuccess;
-}
+#define GET_CAPTURE_INFO_WITH_EDGES cudaStreamGetCaptureInfo
 #else
+#define GET_CAPTURE_INFO_WITH_EDGES cudaStreamGetCaptureInfo_v3
 API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
                                          unsigned long long *id, cudaGraph_t *graph,
                                          const cudaGraphNode_t **dependencies, size_t *count) {
@@ -403,8 +396,9 @@ API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCap
     capture_info(stream, status, id, graph, dependencies, count);
     return cudaSuccess;
 }
+#endif
 
-API cudaError_t cudaStreamGetCaptureInfo_v3(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
+API cudaError_t GET_CAPTURE_INFO_WITH_EDGES(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
                                             unsigned long long *id, cudaGraph_t *graph,
                                             const cudaGraphNode_t **dependencies, const cudaGraphEdgeData **edges,
                                             size_t *count) {
@@ -413,7 +407,6 @@ API cudaError_t cudaStreamGetCaptureInfo_v3(cudaStream_t stream, enum cudaStream
     capture_info(stream, status, id, graph, dependencies, count);
     return cudaSuccess;
 }
-#endif
 
 API cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) {
     static _Thread_local enum cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;

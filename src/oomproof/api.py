@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -21,13 +22,14 @@ from oomproof.gpus import GPUSpec, default_gpu, get_gpu, with_memory
 from oomproof.measure.assemble import Outcome, assemble, merge, read_outcome
 from oomproof.measure.measurement import Measurement
 from oomproof.measure.ranks import that_can_differ
-from oomproof.phantom import launch
+from oomproof.phantom import launch, messages
 from oomproof.units import parse_size
 
 UNKNOWN_COUNTS = ("range", "few", "many")
 POLL_SECONDS = 0.05
 GPUS_PER_MACHINE = 8  # of a world that does not exist, when nothing says otherwise
 GRACE_SECONDS = 5.0  # between asking a command's processes to end and ending them
+STUCK_SECONDS = 60.0  # all ranks of a world wait for one another; a thread of one of them may still send
 
 
 def run(
@@ -245,42 +247,34 @@ def _measure_ranks(
     runner: _Runner, settings: launch.Settings, size: int, wanted: list[int] | None, folder: Path
 ) -> tuple[Outcome, Outcome | None, list[str]]:
     """Measure ranks of a world that does not exist, one after another; ``wanted`` is None for all that can differ."""
-    local_size = settings.gpu_count
     measured: dict[int, tuple[Outcome, Outcome | None]] = {}
-    helped: set[tuple[int, str]] = set()
 
-    def go(rank: int, until: str | None = None) -> tuple[Outcome, Outcome | None]:
-        """Run a rank, and before it those whose messages it waits for, as far as these messages."""
-        place = launch.World(size=size, rank=rank, local_size=local_size, folder=folder, until=until)
-        while True:
-            outcomes = _measure(runner, replace(settings, world=place))
-            needs = next((o.needs for o in outcomes if o is not None and o.needs is not None), None)
-            if needs is None:
-                return outcomes
-            if needs in helped:
-                raise ScriptError(
-                    f"rank {rank} waits for an object that rank {needs[0]} does not send when it runs alone; measure "
-                    "with real processes instead: oomproof run -- torchrun --nproc-per-node N"
-                )
-            helped.add(needs)
-            go(*needs)
+    def measure(rank: int) -> None:
+        place = launch.World(size=size, rank=rank, local_size=settings.gpu_count, folder=folder)
+        measured[rank] = _measure(runner, replace(settings, world=place))
 
     first = 0 if wanted is None else wanted[0]
-    measured[first] = go(first)
+    measure(first)
     if wanted is None:
         groups: list[dict[str, Any]] = next((f["groups"] for f in measured[first][0].findings if f["groups"]), [])
         wanted = that_can_differ(groups, size, first)
     for rank in wanted:
         if rank not in measured and not _failed(measured):
-            measured[rank] = go(rank)
+            measure(rank)
     done = [measured[rank] for rank in wanted if rank in measured]
     limited = merge([outcome for outcome, _ in done])
     unlimited = merge([again or outcome for outcome, again in done]) if any(again for _, again in done) else None
-    listed = ", ".join(map(str, sorted(measured)))
-    note = f"measured: rank {listed} of a world of {size}, whose other ranks do not exist"
+    note = f"measured: rank {_listed(measured)} of a world of {size}, whose other ranks do not exist"
     if len(wanted) == 1 and size > 1:
         note += "; --ranks worst measures every rank that can differ"
-    return limited, unlimited, [note]
+    notes = [note]
+    if runner.senders:
+        notes.append(f"run beside it for what they send: rank {_listed(runner.senders)}")
+    return limited, unlimited, notes
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
 
 
 def _failed(measured: Mapping[int, tuple[Outcome, Outcome | None]]) -> bool:
@@ -316,46 +310,56 @@ class _Runner:
         self.stdout = stdout
         self.folders: list[Path] = []
         self.runs = 0
+        self.senders: set[int] = set()  # ranks that were run for what they send to those that are measured
 
     def new_folder(self) -> Path:
         folder = Path(tempfile.mkdtemp(prefix="oomproof-"))
         self.folders.append(folder)
         return folder
 
-    def go(self, settings: launch.Settings, purpose: str = "gpu") -> Outcome:
+    def start(self, settings: launch.Settings, *, hidden: bool) -> _Started:
         folder = self.new_folder()
+        log = open(folder / "output.txt", "wb") if hidden else None  # noqa: SIM115
+        try:
+            process = launch.start(
+                self.program,
+                settings,
+                folder,
+                stdout=log or self.stdout,
+                stderr=log,
+                env=self.env,
+                cwd=self.cwd,
+            )
+        finally:
+            if log is not None:
+                log.close()
+        return _Started(process, folder)
+
+    def go(self, settings: launch.Settings, purpose: str = "gpu") -> Outcome:
         self.runs += 1
-        again = self.runs > 1  # what the script prints was shown the first time
-        log = open(folder / "output.txt", "wb") if self.quiet or again else None  # noqa: SIM115
-        process = launch.start(
-            self.program,
-            settings,
-            folder,
-            stdout=log or self.stdout,
-            stderr=log,
-            env=self.env,
-            cwd=self.cwd,
-        )
+        hidden = self.quiet or self.runs > 1  # what the script prints was shown the first time
+        started = self.start(settings, hidden=hidden)
         about = {
             "rank": settings.world.rank if settings.world else 0,
             "unlimited": settings.unlimited,
             "purpose": purpose,
         }
-        interrupted = self._wait(process, folder / "progress.json", about)
-        if log is not None:
-            log.close()
-        outcome = read_outcome(folder, process.returncode, interrupted=interrupted)
-        failed = process.returncode and not any(f["ended"] == "oom" for f in outcome.findings)
-        if log is not None and failed and not interrupted and not settings.unlimited:
-            sys.stderr.write((folder / "output.txt").read_text(errors="replace")[-4000:])
+        interrupted = self._wait(started, settings, about)
+        outcome = read_outcome(started.folder, started.process.returncode, interrupted=interrupted)
+        failed = started.process.returncode and not any(f["ended"] == "oom" for f in outcome.findings)
+        if hidden and failed and not interrupted and not settings.unlimited:
+            sys.stderr.write(started.output())
         return outcome
 
-    def _wait(self, process: subprocess.Popen[bytes], progress: Path, about: dict[str, Any]) -> bool:
+    def _wait(self, started: _Started, settings: launch.Settings, about: dict[str, Any]) -> bool:
         seen = 0
         interrupted = False
+        beside = _Beside(self, settings, started)
+        progress = started.folder / "progress.json"
         try:
-            while process.poll() is None:
+            while started.process.poll() is None:
                 time.sleep(POLL_SECONDS)
+                beside.look()
                 if self.on_step is not None and progress.exists():
                     step = json.loads(progress.read_text())
                     if step["step"] != seen:
@@ -363,13 +367,11 @@ class _Runner:
                         self.on_step({**step, "run": self.runs, **about})
         except KeyboardInterrupt:
             interrupted = True
-            _signal(process, signal.SIGINT)
-            _await(process)
+            started.signal(signal.SIGINT)
+            started.wait()
         finally:
-            _signal(process, signal.SIGTERM)  # whatever the command left running
-            _await(process)
-            _signal(process, signal.SIGKILL)
-            process.wait()
+            started.end()
+            beside.end()
         return interrupted
 
     def snapshot(self) -> Path | None:
@@ -381,15 +383,87 @@ class _Runner:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    try:
-        os.killpg(process.pid, number)  # it leads its own group
-    except ProcessLookupError:
-        return
+class _Started:
+    """A command's processes, which are a group of their own, and the folder that they write to."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
+        self.process = process
+        self.folder = folder
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def wait(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(GRACE_SECONDS)
+
+    def end(self) -> None:
+        self.signal(signal.SIGTERM)  # whatever the command left running
+        self.wait()
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+
+    def output(self) -> str:
+        """Return the end of what a hidden command printed."""
+        return (self.folder / "output.txt").read_text(errors="replace")[-4000:]
 
 
-def _await(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        return
+class _Beside:
+    """The ranks of a world that are run beside the one that is measured, for what they send it."""
+
+    def __init__(self, runner: _Runner, settings: launch.Settings, measured: _Started) -> None:
+        self._runner = runner
+        self._settings = settings
+        self._world = settings.world
+        self._running = {self._world.rank: measured} if self._world else {}
+        self._stuck_since: float | None = None
+
+    def look(self) -> None:
+        """Start the ranks that are waited for. Raises ScriptError when what they should send never comes."""
+        if self._world is None:
+            return
+        waiting = messages.waiting(self._world.folder)
+        for rank, source, message in waiting:
+            sender = self._running.get(source)
+            if sender is None:
+                self._start(source, self._world)
+            elif sender.process.poll() is not None and not message.exists():  # asked last: it may just have come
+                if source != self._world.rank:
+                    sys.stderr.write(sender.output())
+                raise ScriptError(_never_comes(rank, source, f"it ended with exit code {sender.process.returncode}"))
+        alive = {rank for rank, started in self._running.items() if started.process.poll() is None}
+        if alive and alive <= {rank for rank, *_ in waiting}:
+            self._stuck_since = self._stuck_since or time.monotonic()
+            if time.monotonic() - self._stuck_since > STUCK_SECONDS:
+                rank, source, _ = waiting[0]
+                raise ScriptError(_never_comes(rank, source, "it waits for another rank itself"))
+        else:
+            self._stuck_since = None
+
+    def _start(self, rank: int, world: launch.World) -> None:
+        steps = self._settings.steps
+        settings = replace(
+            self._settings,
+            unlimited=True,
+            steps=None if steps is None else steps + 1,  # one rank may be ahead by what it does after its last step
+            until_stable=False,
+            snapshot=False,
+            world=replace(world, rank=rank),
+        )
+        self._runner.senders.add(rank)
+        self._running[rank] = self._runner.start(settings, hidden=True)
+
+    def end(self) -> None:
+        """End them all."""
+        for started in self._running.values():
+            started.end()
+        if self._world is not None:
+            messages.forget_waiting(self._world.folder)
+
+
+def _never_comes(rank: int, source: int, why: str) -> str:
+    return (
+        f"rank {rank} waits for something that rank {source} does not send here: {why}. Measure with real processes "
+        "instead: oomproof run -- torchrun --nproc-per-node N"
+    )

@@ -262,19 +262,76 @@ def test_what_nobody_sends_is_told(tmp_path: Path) -> None:
         'dist.init_process_group("nccl")\nheard = [None]\n'
         "if rank == 1:\n    dist.recv_object_list(heard, src=0)\nsteps(layers().cuda())\n"
     )
-    with pytest.raises(ScriptError, match="rank 1 waits for an object that rank 0"):
+    with pytest.raises(ScriptError, match="rank 1 waits for something that rank 0 does not send here: it ended"):
         measured(tmp_path, code, world_size=2, rank=1)
 
 
-def test_broadcast_numbers_of_another_rank_are_told(tmp_path: Path) -> None:
-    """A length that rank 0 chooses is not known on rank 3: the report says what was taken instead."""
+def test_ranks_that_wait_for_each_other_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks that receive before they send would hang among real peers, too."""
+    monkeypatch.setattr(oomproof.api, "STUCK_SECONDS", 1.0)
     code = (
-        'dist.init_process_group("nccl")\nlength = torch.tensor([rank + 1], device="cuda")\n'
-        "dist.broadcast(length, 0)\ntorch.empty(int(length) * 1024, device='cuda')\nsteps(layers().cuda())\n"
+        'dist.init_process_group("nccl")\nheard = [None]\ndist.recv_object_list(heard, src=1 - rank)\n'
+        "dist.send_object_list([rank], dst=1 - rank)\nsteps(layers().cuda())\n"
     )
-    told = [note for note in measured(tmp_path, code, world_size=8, rank=3).notes if "were broadcast" in note]
-    assert len(told) == 1
-    assert not [n for n in measured(tmp_path, code, world_size=8, rank=0).notes if "were broadcast" in n]
+    with pytest.raises(ScriptError, match="waits for another rank itself"):
+        measured(tmp_path, code, world_size=2)
+
+
+NUMBERS = """
+dist.init_process_group("cpu:gloo,cuda:nccl")
+for place in ("cuda", "cpu"):
+    chosen = torch.tensor([100 + rank, 7], device=place)
+    dist.broadcast(chosen, 0)
+    assert chosen.tolist() == [100, 7], (place, chosen)
+    part = torch.zeros(2, dtype=torch.int64, device=place)
+    dist.scatter(part, [torch.tensor([r, r * r], device=place) for r in range(size)] if rank == 1 else None, src=1)
+    assert part.tolist() == [rank, rank * rank], (place, part)
+computed = torch.tensor([rank, 3], device="cuda") * 2
+if rank == 0:
+    dist.send(computed, 1)
+elif rank == 1:
+    dist.recv(computed, 0)
+    assert computed.tolist() == [0, 6], computed
+left, right = (rank - 1) % size, (rank + 1) % size
+heard, own = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.tensor([rank], dtype=torch.int32, device="cuda")
+for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, heard, left), dist.P2POp(dist.isend, own, right)]):
+    work.wait()
+assert heard.item() == left, heard
+heard.zero_()
+coming = dist.irecv(heard, left)
+dist.isend(own, right).wait()
+coming.wait()
+assert heard.item() == left, heard
+unknown = torch.randn(4, device="cuda").argmax(keepdim=True)
+dist.broadcast(unknown, 0)
+mask = torch.ones(3, dtype=torch.bool, device="cuda") if rank == 0 else torch.zeros(3, dtype=torch.bool, device="cuda")
+dist.broadcast(mask, 0)
+assert mask.sum().item() == 3
+held = torch.empty(int(chosen[0]) << 20, dtype=torch.uint8, device="cuda")
+steps(layers().cuda())
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_whole_numbers_of_another_rank_are_its_own(tmp_path: Path, rank: int) -> None:
+    """A length that rank 0 chooses is rank 0's on each rank; the ranks that send are run beside the measured one."""
+    found = measured(tmp_path, NUMBERS, world_size=3, rank=rank)
+    assert found.verdict == "fits", found.notes
+    assert found.peak.allocated_bytes > 100 << 20
+    assert not found.value_reads, found.value_reads
+    assert [note for note in found.notes if note.startswith("run beside it")], found.notes
+
+
+def test_numbers_that_their_sender_does_not_know_stay_unknown(tmp_path: Path) -> None:
+    """Reading a broadcast index that rank 0 got from computed floats is a value read, as on rank 0 itself."""
+    code = (
+        'dist.init_process_group("nccl")\nindex = torch.tensor([5], device="cuda")\n'
+        'if rank == 0:\n    index = (torch.randn(9, device="cuda") * 3).long().sum(0, keepdim=True)\n'
+        "dist.broadcast(index, 0)\nprint(int(index))\nsteps(layers().cuda())\n"
+    )
+    for rank in (0, 1):
+        found = measured(tmp_path, code, world_size=2, rank=rank)
+        assert [read.location for read in found.value_reads if "train.py" in read.location], (rank, found.value_reads)
 
 
 def test_worst_measures_the_first_and_last_rank_where_all_do_the_same(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def _torch_imported(torch: ModuleType, device: Device, config: dict[str, Any], f
 def _set_up_world(torch: ModuleType, device: Device, config: dict[str, Any], folder: Path) -> world.Layout | None:
     """Prepare torch.distributed: for ranks that do not exist, or for exchanging values with those that do."""
     if config["world"] is not None:
-        return world.install(torch, config["world"], folder, device.next_split)
+        return world.install(torch, config["world"], device.next_split)
     device.share(str(folder / world.MESSAGES))
     distributed = torch.distributed
     return world.watch_groups(distributed, device.next_split) if distributed.is_available() else None

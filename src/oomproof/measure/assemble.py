@@ -15,7 +15,6 @@ from oomproof.errors import EnvironmentMissingError, ScriptError
 from oomproof.gpus import GPUSpec
 from oomproof.measure import communicators, value_range
 from oomproof.measure import measurement as m
-from oomproof.phantom import world
 
 #: Why each library's workspaces could raise the peak by more than what was counted.
 WORKSPACE_REASONS = {
@@ -50,7 +49,6 @@ class Outcome:
     exit_code: int
     findings: tuple[dict[str, Any], ...]
     interrupted: bool = False
-    needs: tuple[int, str] | None = None  # of a world that does not exist: the rank whose message it waits for
 
     @property
     def depends_on_counts(self) -> bool:
@@ -71,11 +69,7 @@ def read_outcome(folder: Path, exit_code: int, *, interrupted: bool = False) -> 
     for path in sorted(folder.glob("error-*.txt")):
         raise EnvironmentMissingError(path.read_text())
     findings = [json.loads(path.read_text()) for path in sorted(folder.glob("process-*.json"))]
-    needs = None
-    if (folder / world.NEEDS).exists():
-        asked = json.loads((folder / world.NEEDS).read_text())
-        needs = (asked["rank"], asked["message"])
-    return Outcome(exit_code=exit_code, findings=tuple(findings), interrupted=interrupted, needs=needs)
+    return Outcome(exit_code=exit_code, findings=tuple(findings), interrupted=interrupted)
 
 
 def merge(outcomes: Sequence[Outcome]) -> Outcome:
@@ -285,11 +279,6 @@ def _notes(limited: Outcome, lead: Mapping[str, Any], shown: Mapping[str, Any]) 
         )
     elif lead["oom"] and lead["ended"] != "oom":
         notes.append("the script met an out-of-memory error, handled it and went on; the peak is that of what followed")
-    if lead["own_answers"]:
-        notes.append(
-            "whole numbers were broadcast by ranks that do not exist: they were taken to be what this rank had itself. "
-            "If sizes follow them, measure the rank that sends them, or real processes"
-        )
     unanswered = sum(f["unanswered"] for f in limited.findings)
     if unanswered:
         notes.append(

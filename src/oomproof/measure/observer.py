@@ -58,6 +58,8 @@ class Observer:
         self.pid = os.getpid()
         self.counters = Counters(torch)
         self.reads = ValueReads(torch, device, config)
+        if layout is not None:
+            layout.values = self.reads
         self.ledger: dict[int, Ledger] = {}
         self.marks: list[tuple[int, int, str, str | None]] = [(0, 1, "init", None)]
         self.labels: list[tuple[int, str, list[int]]] = []
@@ -369,7 +371,6 @@ class Observer:
             "all_to_all": self.all_to_all,
             "groups": self.layout.as_list() if self.layout else [],
             "unanswered": self.device.unanswered(),
-            "own_answers": self.layout.own_answers if self.layout else 0,
             "refused": self.device.refused(),
             "no_kernels": bool(self.config.get("no_kernels")),
             "pinned_host_bytes": self.device.host_peak(),

@@ -12,8 +12,10 @@ from typing import Any
 from oomproof.measure import surroundings
 from oomproof.measure.answers import Bounds
 from oomproof.measure.gate import Gate
+from oomproof.measure.known import NotHere, covers_storage, host_view
 from oomproof.measure.values import KeptValues, Mirror
 from oomproof.phantom.device import Device
+from oomproof.phantom.messages import Values
 
 STACK_LINES = 8
 
@@ -25,7 +27,7 @@ _SAVERS = tuple(
 )
 
 
-class ValueReads:
+class ValueReads(Values):
     """Counts value reads by line of the user's code and operation, and runs the value mirror."""
 
     def __init__(self, torch: ModuleType, device: Device, config: dict[str, Any]) -> None:
@@ -71,6 +73,31 @@ class ValueReads:
         """Say that these no longer hold what was copied to them: an optimizer steps on them."""
         if self._gate:
             self._gate.forget(tensors)
+
+    def told(self, tensor: Any) -> Any:
+        """Return a tensor's values as a CPU tensor, and whether they are assumed; None when nobody knows them."""
+        if self._gate is None:
+            return None
+        known = self._gate.mirror.known
+        known.saw_assumed = False
+        try:
+            return known.host(tensor).clone(), known.saw_assumed
+        except NotHere:
+            return None
+
+    def learn(self, tensor: Any, told: Any) -> None:
+        """Give a tensor what another rank's ``told`` returned."""
+        if self._gate is None:
+            return
+        known = self._gate.mirror.known
+        if told is None:
+            known.forget(tensor)
+            return
+        values, assumed = told
+        whole = known.entry(tensor) is not None or covers_storage(tensor)
+        host_view(tensor).copy_(values.view(tensor.shape))
+        if whole:
+            known.add(tensor, assumed=assumed)
 
     def _unknown(self, operation: str, affects_memory: bool | None, bounds: Bounds | None, assumed: bool) -> None:
         line, saving = _user_line(self._torch)

@@ -26,13 +26,16 @@ KEEP_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """One rank of a world whose other ranks do not exist; ``folder`` has the messages of those measured before."""
+    """One rank of a world whose other ranks do not exist; ``folder`` has the messages between those that are run."""
 
     size: int
     rank: int
     local_size: int  # ranks on one machine
     folder: Path
-    until: str | None = None  # the message that the rank is run for; it ends when it has left it
+
+    def to_config(self) -> dict[str, Any]:
+        """Return what ``world.install`` reads."""
+        return {**asdict(self), "folder": str(self.folder), "runner": os.getpid()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,7 @@ class Settings:
             "steps": self.steps,
             "until_stable": self.until_stable,
             "snapshot": self.snapshot,
-            "world": {**asdict(self.world), "folder": str(self.world.folder)} if self.world else None,
+            "world": self.world.to_config() if self.world else None,
         }
 
 

@@ -4,8 +4,8 @@ Everything of torch.distributed runs for real in this one process: process group
 buffers. Only what would come from another rank is answered here: the store, gloo's collectives, objects. The NCCL
 stand-in answers small device buffers itself, as if every rank held what this one holds.
 
-An object that only another rank can give (a pipeline stage's shapes, a broadcast setting) is taken from the messages
-that this rank left when it ran; where it has not run yet, the process ends and asks for that.
+What only another rank can give (a pipeline stage's shapes, a broadcast setting) is what that rank gives when it is run
+beside this one: see ``messages``.
 
 Standard library and torch only: this runs inside the user's interpreter. Torch 2.4 to 2.14.
 """
@@ -13,11 +13,7 @@ Standard library and torch only: this runs inside the user's interpreter. Torch 
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
-import json
-import os
-import pickle
 import re
 import subprocess
 import sys
@@ -27,8 +23,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from oomproof.phantom.messages import Answers, Messages, Values, ranks_of, replace
+
 NCCL_ID_BYTES = 128  # ncclUniqueId, nccl.h
-NEEDS = "needs.json"
 MESSAGES = "messages"
 
 
@@ -61,8 +58,8 @@ class Layout:
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, ...], bool] = {}
-        #: Whole numbers that another rank broadcasts to this one, and that were answered with this rank's own.
-        self.own_answers = 0
+        #: Who knows what tensors hold.
+        self.values = Values()
 
     def add(self, ranks: tuple[int, ...]) -> None:
         """Note a group."""
@@ -77,68 +74,11 @@ class Layout:
         return [{"ranks": list(ranks), "sends": sends} for ranks, sends in self._groups.items() if len(ranks) > 1]
 
 
-class Messages:
-    """Objects between ranks that are measured one after another; a file each in a folder that they share."""
-
-    def __init__(self, folder: Path, run_folder: Path, until: str | None) -> None:
-        self._folder = folder
-        self._run_folder = run_folder
-        self._until = until
-        self._numbers: dict[str, int] = {}
-
-    def _path(self, what: str, source: int, to: object, ranks: tuple[int, ...]) -> Path:
-        key = f"{what}-{source}-{to}-{len(ranks)}-{ranks[0]}-{ranks[-1]}"
-        number = self._numbers[key] = self._numbers.get(key, 0) + 1
-        return self._folder / f"{key}-{number}.pickle"
-
-    def send(self, what: str, source: int, to: object, ranks: tuple[int, ...], value: Any) -> None:
-        """Leave an object for another rank, or for all of a group (``to`` is "all")."""
-        self._leave_behind(self._path(what, source, to, ranks), pickle.dumps(value))
-
-    def receive(self, what: str, source: int, to: object, ranks: tuple[int, ...]) -> Any:
-        """Return what the source left; end the process and ask for the source's measurement if it left nothing."""
-        return pickle.loads(self._wait_for(self._path(what, source, to, ranks), source))
-
-    def set(self, key: str, value: bytes) -> None:
-        """Leave what this rank set in the store."""
-        self._leave_behind(self._stored(key), value)
-
-    def get(self, key: str) -> bytes:
-        """Return what a rank set in the store; ask for rank 0, which is the one that sets what all read."""
-        return self._wait_for(self._stored(key), 0)
-
-    def _stored(self, key: str) -> Path:
-        return self._folder / f"store-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-
-    def _leave_behind(self, path: Path, data: bytes) -> None:
-        scratch = path.with_suffix(f".{os.getpid()}")
-        scratch.write_bytes(data)
-        scratch.replace(path)
-        if path.name == self._until:
-            _leave()
-
-    def _wait_for(self, path: Path, source: int) -> bytes:
-        if not path.exists():
-            scratch = self._run_folder / f"{NEEDS}.{os.getpid()}"
-            scratch.write_text(json.dumps({"rank": source, "message": path.name}))
-            scratch.replace(self._run_folder / NEEDS)
-            _leave()
-        return path.read_bytes()
-
-
-def _leave() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def install(
-    torch: ModuleType, config: dict[str, Any], run_folder: Path, next_split: Callable[[int], None]
-) -> Layout | None:
+def install(torch: ModuleType, config: dict[str, Any], next_split: Callable[[int], None]) -> Layout | None:
     """Have torch.distributed work with ranks that do not exist; return what is learned of the groups.
 
-    ``config`` has ``size``, ``rank``, ``local_size``, ``folder``, where ranks leave their messages, and ``until``, the
-    name of the message that this rank is run for; None when it is measured.
+    ``config`` has ``size``, ``rank``, ``local_size``, ``folder``, where ranks leave their messages, and ``runner``, the
+    process that starts them.
     ``next_split(ranks)`` tells the NCCL stand-in the size of communicators about to be split.
     """
     from torch import distributed
@@ -147,12 +87,11 @@ def install(
         return None
     layout = watch_groups(distributed, next_split)
     size, rank = config["size"], config["rank"]
-    messages = Messages(Path(config["folder"]), run_folder, config["until"])
+    messages = Messages(Path(config["folder"]), rank, config["runner"])
     _answer_rendezvous(distributed, _store_class(distributed)(size, rank, messages), size, rank)
     _answer_gloo(distributed)
     _answer_cpu_collectives(torch, distributed)
-    _answer_objects(distributed, messages)
-    _count_broadcasts(torch, distributed, layout)
+    Answers(torch, distributed, messages, lambda: layout.values).install()
     _start_one_of_launched(config)
     return layout
 
@@ -192,7 +131,7 @@ def watch_groups(distributed: Any, next_split: Callable[[int], None]) -> Layout:
 
         distributed.ProcessGroup.split_group = split_group
     for name in ("send", "recv", "isend", "irecv"):
-        _replace(distributed, name, _noting_sends(distributed, getattr(distributed, name), layout))
+        replace(distributed, name, _noting_sends(distributed, getattr(distributed, name), layout))
     return layout
 
 
@@ -201,21 +140,10 @@ def _noting_sends(distributed: Any, original: Any, layout: Layout) -> Any:
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        layout.sends(_ranks(distributed, signature.bind(*args, **kwargs).arguments.get("group")))
+        layout.sends(ranks_of(distributed, signature.bind(*args, **kwargs).arguments.get("group")))
         return original(*args, **kwargs)
 
     return call
-
-
-def _ranks(distributed: Any, group: Any) -> tuple[int, ...]:
-    return tuple(distributed.get_process_group_ranks(group if group is not None else distributed.group.WORLD))
-
-
-def _replace(distributed: Any, name: str, function: Any) -> None:
-    original = getattr(distributed, name)
-    for module in (distributed, distributed.distributed_c10d):
-        if getattr(module, name, None) is original:
-            setattr(module, name, function)
 
 
 # ---- the store ---------------------------------------------------------------------------------------------------
@@ -347,7 +275,7 @@ def _answer_rendezvous(distributed: Any, shared: Any, size: int, rank: int) -> N
             given["store"] = shared
         return init(**given)
 
-    _replace(distributed, "init_process_group", init_process_group)
+    replace(distributed, "init_process_group", init_process_group)
 
 
 def _asked(url: str, name: str, default: int) -> int:
@@ -390,7 +318,7 @@ def _answer_gloo(distributed: Any) -> None:
     def monitored_barrier(*args: Any, **kwargs: Any) -> None:
         """Everybody has arrived."""
 
-    _replace(distributed, "monitored_barrier", monitored_barrier)
+    replace(distributed, "monitored_barrier", monitored_barrier)
 
 
 def _split_by_making(distributed: Any) -> None:
@@ -408,7 +336,7 @@ def _split_by_making(distributed: Any) -> None:
             if "missing implementation of split" not in str(error):
                 raise
         given = signature.bind(*args, **kwargs).arguments
-        members = _ranks(distributed, given.get("parent_pg"))
+        members = ranks_of(distributed, given.get("parent_pg"))
         for ranks in given["split_ranks"]:
             mine = [members[rank] for rank in ranks]
             if distributed.get_rank() in mine:
@@ -416,7 +344,7 @@ def _split_by_making(distributed: Any) -> None:
                 return distributed.new_group(mine, use_local_synchronization=True, **options)
         return distributed.GroupMember.NON_GROUP_MEMBER
 
-    _replace(distributed, "split_group", split_group)
+    replace(distributed, "split_group", split_group)
     mesh = sys.modules.get("torch.distributed.device_mesh")
     if getattr(mesh, "split_group", None) is split:
         mesh.split_group = split_group  # type: ignore[union-attr]
@@ -481,7 +409,7 @@ def _answer_cpu_collectives(torch: Any, distributed: Any) -> None:
         all_reduce, all_gather, all_gather_into_tensor, gather, scatter, reduce_scatter, reduce_scatter_tensor,
         all_to_all, all_to_all_single,
     ):  # fmt: skip
-        _replace(distributed, fill.__name__, _filled(torch, getattr(distributed, fill.__name__), fill))
+        replace(distributed, fill.__name__, _filled(torch, getattr(distributed, fill.__name__), fill))
 
 
 def _filled(torch: Any, original: Any, fill: Callable[[dict[str, Any]], None]) -> Any:
@@ -499,90 +427,6 @@ def _filled(torch: Any, original: Any, fill: Callable[[dict[str, Any]], None]) -
         with torch.no_grad():
             fill(given)
         return work
-
-    return call
-
-
-# ---- objects -----------------------------------------------------------------------------------------------------
-
-
-def _answer_objects(distributed: Any, messages: Messages) -> None:
-    """Give objects of other ranks: those of one rank as it left them, gathered ones as this rank's own."""
-
-    def place(given: dict[str, Any], name: str) -> tuple[int, tuple[int, ...]]:
-        """Return the global rank that an argument such as src, or group_src, names; and the group's ranks."""
-        ranks = _ranks(distributed, given.get("group"))
-        within = given.get(f"group_{name}")
-        rank = given.get(name)
-        return (ranks[within] if within is not None else rank if rank is not None else ranks[0]), ranks
-
-    def gather_object(original: Any, given: dict[str, Any]) -> Any:
-        target, ranks = place(given, "dst")
-        own = [None] * len(ranks)
-        distributed.all_gather_object(own, given["obj"], group=given.get("group"))
-        if distributed.get_rank() == target and given.get("object_gather_list") is not None:
-            given["object_gather_list"][:] = own
-
-    def send_object_list(original: Any, given: dict[str, Any]) -> Any:
-        target, ranks = place(given, "dst")
-        messages.send("object", distributed.get_rank(), target, ranks, list(given["object_list"]))
-        return original(**given)
-
-    def recv_object_list(original: Any, given: dict[str, Any]) -> Any:
-        source, ranks = place(given, "src")
-        given["object_list"][:] = messages.receive("object", source, distributed.get_rank(), ranks)
-        return source
-
-    def broadcast_object_list(original: Any, given: dict[str, Any]) -> Any:
-        source, ranks = place(given, "src")
-        if len(ranks) == 1:
-            return original(**given)
-        if source == distributed.get_rank():
-            messages.send("broadcast", source, "all", ranks, list(given["object_list"]))
-            return original(**given)
-        given["object_list"][:] = messages.receive("broadcast", source, "all", ranks)
-        return None
-
-    def scatter_object_list(original: Any, given: dict[str, Any]) -> Any:
-        source, ranks = place(given, "src")
-        if source == distributed.get_rank():
-            messages.send("scatter", source, "all", ranks, list(given["scatter_object_input_list"]))
-            values = given["scatter_object_input_list"]
-        else:
-            values = messages.receive("scatter", source, "all", ranks)
-        given["scatter_object_output_list"][0] = values[ranks.index(distributed.get_rank())]
-
-    for answer in (gather_object, send_object_list, recv_object_list, broadcast_object_list, scatter_object_list):
-        original = getattr(distributed, answer.__name__, None)
-        if original is not None:
-            _replace(distributed, answer.__name__, _answered(original, answer))
-
-
-def _count_broadcasts(torch: Any, distributed: Any, layout: Layout) -> None:
-    """Count broadcasts of whole numbers from other ranks: sizes may follow them, and here they are this rank's own."""
-    original = distributed.broadcast
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def broadcast(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        ranks = _ranks(distributed, given.get("group"))
-        within, source = given.get("group_src"), given.get("src")
-        source = ranks[within] if within is not None else ranks[0] if source is None else source
-        tensor = given["tensor"]
-        whole = not (tensor.is_floating_point() or tensor.is_complex())
-        layout.own_answers += whole and tensor.numel() > 0 and source != distributed.get_rank() in ranks
-        return original(*args, **kwargs)
-
-    _replace(distributed, "broadcast", broadcast)
-
-
-def _answered(original: Any, answer: Callable[[Any, dict[str, Any]], Any]) -> Any:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return answer(original, dict(signature.bind(*args, **kwargs).arguments))
 
     return call
 

@@ -1,4 +1,4 @@
-"""The capture: one zip file ``NAME.oomp`` with ``measurement.json`` and, when asked for, ``snapshot.pickle``.
+"""The capture: one zip file ``NAME.oomp`` with ``measurement.json``, ``profile.json`` and, when asked for, a snapshot.
 
 A capture is written to a temporary name beside its place and renamed, so that a file of its name is whole.
 What is read is untrusted: sizes are checked before and while inflating, and the schema before anything else.
@@ -23,10 +23,13 @@ from typing import Any, BinaryIO, NoReturn
 
 from oomproof.errors import CaptureError, EnvironmentMissingError, UsageError
 from oomproof.measure.measurement import Measurement
+from oomproof.measure.profile import Profile
 
 MEASUREMENT_MEMBER = "measurement.json"
+PROFILE_MEMBER = "profile.json"
 SNAPSHOT_MEMBER = "snapshot.pickle"
 MAX_MEASUREMENT_BYTES = 64 * 2**20  # uncompressed
+MAX_PROFILE_BYTES = 256 * 2**20  # uncompressed
 
 _CHUNK_BYTES = 2**16
 _MAX_READ_BYTES = 2**20  # the largest single read: zipfile reads the table of contents at once, whatever its size
@@ -42,8 +45,13 @@ _DAMAGE = (
 )
 
 
-def write_capture(path: str | os.PathLike[str], measurement: Measurement, snapshot: bytes | Path | None = None) -> None:
-    """Write ``measurement``, and the memory snapshot if given, to ``path`` in one atomic step.
+def write_capture(
+    path: str | os.PathLike[str],
+    measurement: Measurement,
+    snapshot: bytes | Path | None = None,
+    profile: Profile | None = None,
+) -> None:
+    """Write ``measurement``, and the profile and the memory snapshot if given, to ``path`` in one atomic step.
 
     ``snapshot`` is PyTorch's pickle, as bytes or as the file that holds it. Raises UsageError when
     the place cannot be written or the snapshot not read, EnvironmentMissingError when the disk is full; what
@@ -54,6 +62,8 @@ def write_capture(path: str | os.PathLike[str], measurement: Measurement, snapsh
         raise CaptureError(f"{path}: the measurement is over 64 MiB of JSON; measure fewer steps with --steps")
     with _replacing(Path(path)) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(_member(MEASUREMENT_MEMBER), text)
+        if profile is not None:
+            archive.writestr(_member(PROFILE_MEMBER), json.dumps(profile.to_json(), separators=(",", ":")).encode())
         if snapshot is None:
             return
         with (
@@ -68,76 +78,94 @@ def read_capture(path: str | os.PathLike[str]) -> Measurement:
 
     Raises UsageError when there is no such file, and CaptureError when it is not what it should be.
     """
+    text = _contents(path, MEASUREMENT_MEMBER, MAX_MEASUREMENT_BYTES)
+    try:
+        return Measurement.from_json(_parse(text or b"", MEASUREMENT_MEMBER))
+    except CaptureError as error:
+        raise CaptureError(f"{path}: {error}") from None
+
+
+def read_profile(path: str | os.PathLike[str]) -> Profile | None:
+    """Return the profile in the capture at ``path``, None when it was written without one.
+
+    Raises as ``read_capture`` does.
+    """
+    text = _contents(path, PROFILE_MEMBER, MAX_PROFILE_BYTES)
+    if text is None:
+        return None
+    try:
+        return Profile.from_json(_parse(text, PROFILE_MEMBER))
+    except CaptureError as error:
+        raise CaptureError(f"{path}: {error}") from None
+
+
+def _contents(path: str | os.PathLike[str], member: str, limit_bytes: int) -> bytes | None:
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise UsageError(f"{path} is no regular file; give a capture written with `oomproof run -o FILE`")
         with open(path, "rb", buffering=0) as raw, _Limited(raw) as file:
-            text = _read_text(file)
+            return _read_text(file, member, limit_bytes)
     except CaptureError as error:
         raise CaptureError(f"{path}: {error}") from None
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist; write a capture with `oomproof run -o FILE`") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}; check its permissions") from None
-    return _parse(path, text)
 
 
-def _read_text(file: io.BufferedReader) -> bytes:
+def _read_text(file: io.BufferedReader, member: str, limit_bytes: int) -> bytes | None:
     magic = file.read(64)
     file.seek(0)
     if magic.startswith(b"PK"):
-        return _read_member(file)
-    if magic.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
-        return _read_limited(file, MEASUREMENT_MEMBER)
+        return _read_member(file, member, limit_bytes)
+    if magic.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):  # a measurement alone
+        return _read_limited(file, member, limit_bytes) if member == MEASUREMENT_MEMBER else None
     what = "it is not a capture" if magic else "it is empty"
     raise CaptureError(f"{what}; write one with `oomproof run -o FILE`")
 
 
-def _read_member(file: BinaryIO) -> bytes:
+def _read_member(file: BinaryIO, member: str, limit_bytes: int) -> bytes | None:
     try:
         with zipfile.ZipFile(file) as archive:
-            found = [item for item in archive.infolist() if item.filename == MEASUREMENT_MEMBER]
-            if not found:
+            names = [item.filename for item in archive.infolist()]
+            if MEASUREMENT_MEMBER not in names:
                 raise CaptureError(
                     f"it is a zip without {MEASUREMENT_MEMBER}, so not a capture; write one with `oomproof run -o FILE`"
                 )
+            found = [item for item in archive.infolist() if item.filename == member]
+            if not found:
+                return None
             if len(found) > 1 or found[0].flag_bits & 1:
                 raise CaptureError("no oomproof wrote this zip; write a capture with `oomproof run -o FILE`")
-            if found[0].file_size > MAX_MEASUREMENT_BYTES:
-                _too_large(MEASUREMENT_MEMBER)
-            with archive.open(found[0]) as member:
-                return _read_limited(member, MEASUREMENT_MEMBER)
+            if found[0].file_size > limit_bytes:
+                _too_large(member)
+            with archive.open(found[0]) as opened:
+                return _read_limited(opened, member, limit_bytes)
     except _DAMAGE:
         raise CaptureError(
             "it is cut short or damaged; copy it again, or write it anew with `oomproof run -o FILE`"
         ) from None
 
 
-def _read_limited(file: Any, what: str) -> bytes:
+def _read_limited(file: Any, what: str, limit_bytes: int) -> bytes:
     chunks: list[bytes] = []
     size_bytes = 0
     while chunk := file.read(_CHUNK_BYTES):
         size_bytes += len(chunk)
-        if size_bytes > MAX_MEASUREMENT_BYTES:
+        if size_bytes > limit_bytes:
             _too_large(what)
         chunks.append(chunk)
     return b"".join(chunks)
 
 
-def _parse(path: str | os.PathLike[str], text: bytes) -> Measurement:
+def _parse(text: bytes, what: str) -> Any:
     try:
-        data = json.loads(text.decode("utf-8-sig"))
+        return json.loads(text.decode("utf-8-sig"))
     except (
         ValueError,
         RecursionError,
     ):  # ValueError: also bytes that are no UTF-8 and integers of 4,300 digits
-        raise CaptureError(
-            f"{path}: its {MEASUREMENT_MEMBER} is not JSON; write it anew with `oomproof run -o FILE`"
-        ) from None
-    try:
-        return Measurement.from_json(data)
-    except CaptureError as error:
-        raise CaptureError(f"{path}: {error}") from None
+        raise CaptureError(f"its {what} is not JSON; write it anew with `oomproof run -o FILE`") from None
 
 
 class _Limited(io.BufferedReader):

@@ -19,8 +19,9 @@ from typing import IO, Any
 from oomproof.capture import write_capture
 from oomproof.errors import EnvironmentMissingError, OomproofError, ScriptError, UsageError
 from oomproof.gpus import GPUSpec, default_gpu, get_gpu, with_memory
-from oomproof.measure.assemble import Outcome, assemble, merge, read_outcome
+from oomproof.measure.assemble import Outcome, assemble, files, merge, read_outcome
 from oomproof.measure.measurement import Measurement
+from oomproof.measure.profile import Profile
 from oomproof.measure.ranks import that_can_differ
 from oomproof.phantom import launch, messages
 from oomproof.units import parse_size
@@ -88,6 +89,7 @@ def run(
         steps=_positive("steps", steps),
         until_stable=until_stable,
         snapshot=snapshot,
+        profile=output is not None,
     )
     if settings.unknown_counts == "many" and values == "keep":
         raise UsageError("unknown_counts 'many' needs values 'mirror'; with 'keep' nothing tells what a read is for")
@@ -107,7 +109,7 @@ def run(
         measured = assemble(words, settings.gpu, limited, unlimited, folder, notes)
         many = None
         if unknown_counts == "range" and limited.depends_on_counts and measured.verdict != "unknown":
-            last = replace(settings, unlimited=True, unknown_counts="many", snapshot=False)
+            last = replace(settings, unlimited=True, unknown_counts="many", snapshot=False, profile=False)
             if size is not None:
                 place = launch.World(
                     size=size, rank=measured.world.rank, local_size=settings.gpu_count, folder=world_folder
@@ -117,7 +119,8 @@ def run(
             measured = assemble(words, settings.gpu, limited, unlimited, folder, notes, many)
         if output is not None:
             try:
-                write_capture(output, measured, runner.snapshot())
+                profile, recorded = files(limited, unlimited)
+                write_capture(output, measured, recorded, _profile(profile, settings.gpu) if profile else None)
             except OomproofError as error:
                 error.measurement = measured
                 raise
@@ -283,6 +286,10 @@ def _failed(measured: Mapping[int, tuple[Outcome, Outcome | None]]) -> bool:
     return any(o.interrupted or any(f["ended"] == "raised" for f in o.findings) for o in outcomes)
 
 
+def _profile(path: Path, gpu: GPUSpec) -> Profile:
+    return Profile.from_json(json.loads(path.read_text()))._replace(limit_bytes=gpu.memory_bytes)
+
+
 def _check_output(path: Path) -> None:
     if not path.parent.is_dir():
         raise UsageError(f"there is no folder {path.parent} for the capture; create it first")
@@ -374,10 +381,6 @@ class _Runner:
             beside.end()
         return interrupted
 
-    def snapshot(self) -> Path | None:
-        found = sorted(path for folder in self.folders for path in folder.glob("snapshot-*.pickle"))
-        return found[-1] if found else None
-
     def clean(self) -> None:
         for folder in self.folders:
             shutil.rmtree(folder, ignore_errors=True)
@@ -449,6 +452,7 @@ class _Beside:
             steps=None if steps is None else steps + 1,  # one rank may be ahead by what it does after its last step
             until_stable=False,
             snapshot=False,
+            profile=False,
             world=replace(world, rank=rank),
         )
         self._runner.senders.add(rank)

@@ -60,6 +60,7 @@ def finding(**changes: Any) -> dict[str, Any]:
         "oom": None,
         "notes": [],
         "snapshot": None,
+        "profile": None,
         "seconds": 1.0,
     } | changes
 

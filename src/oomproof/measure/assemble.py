@@ -96,14 +96,8 @@ def assemble(
 
     Raises ScriptError when no process imported torch, since then nothing was measured.
     """
-    if not limited.findings:
-        raise ScriptError(_nothing(limited))
-    ranks = _leaders(limited.findings)
-    lead = max(ranks, key=_height)
+    ranks, demand_ranks, lead, demand, shown = _chosen(limited, unlimited)
     verdict = _verdict(limited, lead)
-    demand_ranks = _leaders(unlimited.findings) if unlimited and unlimited.findings else ranks
-    demand = next((f for f in demand_ranks if f["rank"] == lead["rank"]), max(demand_ranks, key=_height))
-    shown = demand if verdict == "does-not-fit" and demand["used_gpu"] else lead
     peak = _peak(shown)
     most = _same_rank(many, lead)
     top = _demand(most) if most is not None and value_range.got_as_far(most) else None
@@ -148,6 +142,30 @@ def assemble(
             *(value_range.failure(reads, most, many.interrupted) if many is not None and top is None else ()),
         ),
     )
+
+
+def files(limited: Outcome, unlimited: Outcome | None) -> tuple[Path | None, Path | None]:
+    """Return the profile and the snapshot of the process whose peak the Measurement shows; None where there is none."""
+    shown = _chosen(limited, unlimited)[-1]
+    profile, snapshot = shown["profile"], shown["snapshot"]
+    return Path(profile) if profile else None, Path(snapshot) if snapshot else None
+
+
+def _chosen(
+    limited: Outcome, unlimited: Outcome | None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the findings by rank of both runs, the process that is told of, its like without limit, and the one shown.
+
+    Raises ScriptError when no process imported torch, since then nothing was measured.
+    """
+    if not limited.findings:
+        raise ScriptError(_nothing(limited))
+    ranks = _leaders(limited.findings)
+    lead = max(ranks, key=_height)
+    demand_ranks = _leaders(unlimited.findings) if unlimited and unlimited.findings else ranks
+    demand = next((f for f in demand_ranks if f["rank"] == lead["rank"]), max(demand_ranks, key=_height))
+    shown = demand if _verdict(limited, lead) == "does-not-fit" and demand["used_gpu"] else lead
+    return ranks, demand_ranks, lead, demand, shown
 
 
 def _nothing(outcome: Outcome) -> str:

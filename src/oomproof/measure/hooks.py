@@ -9,9 +9,11 @@ import functools
 import importlib
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from oomproof.measure.ledger import Tag
 
 if TYPE_CHECKING:
     from oomproof.measure.observer import Observer
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 #: Gradients looked at to notice a step of an optimizer that has no hooks.
 SAMPLED_GRADIENTS = 4
 
+
+#: Addresses, and a tag for each where a profile is wanted.
+Labelled = tuple["list[int]", "list[Tag]"]
 
 #: An optimizer and the parameters that one call of its step() had.
 Call = tuple[int, int]
@@ -39,6 +44,8 @@ class Hooks:
         self.left_gate = False
         self.active = True
         self.names: dict[int, str] = {}
+        self.shown: dict[str, str] = {}  # the same by qualified name
+        self.parameter_names: dict[int, str] = {}
         self.reached: dict[str, Any] = {}
         self.last_output = 0
         self.labelled: set[tuple[int, ...]] = set()
@@ -124,6 +131,9 @@ class Hooks:
             self.last_output = id(output)
             self._hook_backward(output, name)
         self.observer.mark(self.phase, stack[-1] if stack else None)
+        if self.observer.profiling:
+            tensors = (output,) if isinstance(output, self.torch.Tensor) else self._tensors([output], 1)
+            self.observer.label(None, *self._described(f"output of {name.partition(' ')[0]}", tensors))
         if not stack:
             self.observer.end_call(name)
 
@@ -133,13 +143,13 @@ class Hooks:
             self.labelled -= {(id(module), step) for step in (1, 2)}  # of a module that is gone
             for name, child in module.named_modules():
                 kind = type(child).__name__
-                self.names[id(child)] = f"{name} ({kind})" if name else kind
+                self.names[id(child)] = self.shown[name] = f"{name} ({kind})" if name else kind
         step = self.observer.step  # later steps keep what the first two have; walking all modules costs time
         if step <= 2 and (id(module), step) not in self.labelled:
             self.labelled.add((id(module), step))
-            self.observer.label("parameter", self._addresses(module.parameters()))
-            self.observer.label("buffer", self._addresses(module.buffers()))
-        self.observer.label("input", self._addresses([args, kwargs]))
+            self.observer.label("parameter", *self._named(module.named_parameters()))
+            self.observer.label("buffer", *self._named(module.named_buffers()))
+        self.observer.label("input", *self._described("input", self._tensors([args, kwargs])))
         self.phase = "forward"
         if not self.worked:
             self._work_begins()
@@ -226,10 +236,10 @@ class Hooks:
             if not self.last_cycle:
                 self.stepped.update(map(id, parameters))
             self._begin_cycle(self.call)
-            self.observer.label("gradient", self._addresses([p.grad for p in parameters if p.grad is not None]))
+            self.observer.label("gradient", *self._gradients(parameters))
             if (*self.call, 0) not in self.labelled:
                 self.labelled.add((*self.call, 0))
-                self.observer.label("parameter", self._addresses(parameters))
+                self.observer.label("parameter", *self._named((self._name_of(p), p) for p in parameters))
                 self.observer.reads.written(parameters)
         self.in_optimizer += 1
         closure = any(callable(value) for value in (*args[1:], *kwargs.values()))  # it runs the whole model
@@ -237,7 +247,7 @@ class Hooks:
             self.left_gate = self.observer.reads.leave()
         self.hooked_optimizer = True
         self.phase = "optimizer"
-        self.observer.mark("optimizer", None)
+        self.observer.mark("optimizer", type(optimizer).__name__)
 
     def _begin_cycle(self, call: Call) -> None:
         if call in self.cycle or (self.backward_since and _calls_of(call[0], self.cycle)):
@@ -254,7 +264,7 @@ class Hooks:
         self.in_optimizer = max(0, self.in_optimizer - 1)
         state = getattr(optimizer, "state", None)
         if isinstance(state, Mapping):
-            self.observer.label("optimizer_state", self._addresses(state))
+            self.observer.label("optimizer_state", *self._states(state))
         if self.in_optimizer:
             return  # within a wrapper or a container of optimizers
         self.leave_optimizer()
@@ -344,24 +354,67 @@ class Hooks:
 
     # ---- what is where ---------------------------------------------------------------------------------------------
 
-    def _label_gradients(self) -> None:
-        gradients = [p.grad for root in list(self.roots.values()) for p in root.parameters() if p.grad is not None]
-        self.observer.label("gradient", self._addresses(gradients))
+    # Labels carry names, shapes and dtypes only where a profile is wanted: they cost as much as the rest of a hook.
 
-    def _addresses(self, found: Any, depth: int = 3) -> list[int]:
-        """Return the addresses of the CUDA tensors in nested lists, dicts and model outputs."""
-        tensor_type, parameter_type = self.torch.Tensor, self.torch.nn.Parameter
-        addresses: list[int] = []
+    def _label_gradients(self) -> None:
+        parameters = [p for root in list(self.roots.values()) for p in root.parameters()]
+        self.observer.label("gradient", *self._gradients(parameters))
+
+    def _gradients(self, parameters: list[Any]) -> Labelled:
+        found: Labelled = [], []
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None:
+                name = self._name_of(parameter)
+                self._describe(found, f"gradient of {name}", [gradient], self._owner(name))
+        return found
+
+    def _named(self, items: Iterable[tuple[str, Any]]) -> Labelled:
+        """Label parameters and buffers with their qualified names, and remember these."""
+        found: Labelled = [], []
+        for name, tensor in items:
+            self.parameter_names[id(tensor)] = name
+            self._describe(found, name, [tensor], self._owner(name))
+        return found
+
+    def _states(self, state: Mapping[Any, Any]) -> Labelled:
+        found: Labelled = [], []
+        for parameter, values in state.items():
+            name = self._name_of(parameter)
+            owner = self._owner(name)
+            for key, value in values.items() if isinstance(values, Mapping) else [("state", values)]:
+                self._describe(found, f"{key} of {name}", self._tensors([value]), owner)
+        return found
+
+    def _name_of(self, parameter: Any) -> str:
+        return self.parameter_names.get(id(parameter), "a parameter")
+
+    def _owner(self, name: str) -> str | None:
+        return self.shown.get(name.rpartition(".")[0]) if name != "a parameter" else None
+
+    def _described(self, name: str, tensors: Iterable[Any]) -> Labelled:
+        found: Labelled = [], []
+        self._describe(found, name, tensors, None)
+        return found
+
+    def _describe(self, found: Labelled, name: str, tensors: Iterable[Any], owner: str | None) -> None:
+        addresses, tags = found
+        profiling = self.observer.profiling
+        for tensor in tensors:
+            for part in _parts(tensor, self.torch.Tensor):
+                at = _address(part) if part.is_cuda else []
+                addresses += at
+                if at and profiling:
+                    tags.append(Tag(name, tuple(part.shape), str(part.dtype).partition(".")[2], owner))
+
+    def _tensors(self, found: Any, depth: int = 3) -> Iterator[Any]:
+        """Yield the tensors in nested lists, dicts and model outputs."""
+        tensor_type = self.torch.Tensor
         for item in found.values() if isinstance(found, Mapping) else found:
-            kind = type(item)
-            if kind is tensor_type or kind is parameter_type:
-                if item.is_cuda:
-                    addresses += _address(item)
-            elif isinstance(item, tensor_type):
-                addresses += _inner_addresses(item)
+            if isinstance(item, tensor_type):
+                yield item
             elif depth and isinstance(item, (list, tuple, Mapping)):
-                addresses += self._addresses(item, depth - 1)
-        return addresses
+                yield from self._tensors(item, depth - 1)
 
     # ---- the script's own recording --------------------------------------------------------------------------------
 
@@ -393,15 +446,13 @@ def _first_tensor(output: Any, tensor_type: Any) -> Any:
     return next((item for item in items if isinstance(item, tensor_type)), None)
 
 
-def _inner_addresses(tensor: Any) -> list[int]:
-    """Return the addresses inside a tensor subclass: DTensor's shard, torchao's quantised state."""
+def _parts(tensor: Any, tensor_type: Any) -> list[Any]:
+    """Return a tensor, or the plain ones inside a subclass: DTensor's shard, torchao's quantised state."""
+    if type(tensor) is tensor_type:
+        return [tensor]
     local = getattr(tensor, "_local_tensor", tensor)
     flatten = getattr(local, "__tensor_flatten__", None)
-    parts = [getattr(local, name) for name in flatten()[0]] if flatten is not None else [local]
-    addresses: list[int] = []
-    for part in parts:
-        addresses += _address(part) if part.is_cuda else []
-    return addresses
+    return [getattr(local, name) for name in flatten()[0]] if flatten is not None else [local]
 
 
 def _address(tensor: Any) -> list[int]:

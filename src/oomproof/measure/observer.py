@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from time import time_ns
 from types import ModuleType
@@ -20,8 +21,10 @@ from typing import Any
 from oomproof.measure import leaving, versions
 from oomproof.measure.counters import Counters
 from oomproof.measure.hooks import Hooks
-from oomproof.measure.ledger import Ledger, Mark, breakdown
+from oomproof.measure.ledger import Label, Ledger, Mark, Tag, breakdown
+from oomproof.measure.profiling import profile
 from oomproof.measure.reads import ValueReads, user_stack
+from oomproof.measure.series import Series
 from oomproof.measure.surroundings import choices_by_time
 from oomproof.phantom import device as phantom_device
 from oomproof.phantom.device import Device
@@ -53,6 +56,7 @@ class Observer:
         self.layout = layout
         self.device = device
         self.config = config
+        self.profiling = bool(config["profile"])
         self.folder = folder
         self.started = time.perf_counter()
         self.pid = os.getpid()
@@ -62,7 +66,7 @@ class Observer:
             layout.values = self.reads
         self.ledger: dict[int, Ledger] = {}
         self.marks: list[tuple[int, int, str, str | None]] = [(0, 1, "init", None)]
-        self.labels: list[tuple[int, str, list[int]]] = []
+        self.labels: list[Label] = []
         self.step = 1
         self.step_started = self.started
         self.told = 0.0
@@ -124,7 +128,7 @@ class Observer:
             return
         record = self.hooks.originals.get("record_history", self.torch.cuda.memory._record_memory_history)
         if on:
-            context = "alloc" if self.step <= STEPS_WITH_STACKS else None
+            context = "alloc" if self.profiling or self.step <= STEPS_WITH_STACKS else None
             record(enabled="all", context=context, stacks="python", max_entries=TRACE_ENTRIES)
         else:
             record(enabled=None)
@@ -136,10 +140,10 @@ class Observer:
         """Note that from now on the process is in this phase and module."""
         self.marks.append((time_ns(), self.step, phase, module))
 
-    def label(self, category: str, addresses: list[int]) -> None:
-        """Note that these addresses now hold this category."""
+    def label(self, category: str | None, addresses: list[int], tags: Sequence[Tag]) -> None:
+        """Note that these addresses now hold this category; of None only the tags are new."""
         if addresses:
-            self.labels.append((time_ns() // 1000, category, addresses))
+            self.labels.append((time_ns() // 1000, category, addresses, tags))
 
     def end_call(self, name: str) -> None:
         """Note the peak of one outermost module call; kept only for scripts that never step."""
@@ -233,11 +237,13 @@ class Observer:
             elif kind == phantom_device.EVENT_OPTIONAL_WORKSPACE:
                 optional.append((at // 1000, what, size))
             else:
-                labels.append((at // 1000, LABEL_OF_EVENT[kind], [address]))
+                labels.append((at // 1000, LABEL_OF_EVENT[kind], [address], None))
         labels.sort(key=lambda item: item[0])
         marks = [Mark(at // 1000, step, phase, module) for at, step, phase, module in self.marks]
         for index, events in enumerate(snapshot["device_traces"]):
-            ledger = self.ledger.setdefault(index, Ledger())
+            if index not in self.ledger:
+                self.ledger[index] = Ledger(Series() if self.profiling else None)
+            ledger = self.ledger[index]
             ledger.feed(events, marks, labels, optional, self._highest_step())
             ledger.correct_sizes(s for s in snapshot["segments"] if s["device"] == index)
         self.labels, self.marks = [], [self.marks[-1]]
@@ -338,6 +344,10 @@ class Observer:
         index = self.counters.worst_device()
         allocated, reserved = self.counters.peaks(index)
         moment = self.ledger[index].peak if index in self.ledger else None
+        profile_path = None
+        if moment is not None and self.profiling and not brief:
+            profile_path = str(self.folder / f"profile-{self.pid}.json")
+            _write(Path(profile_path), profile(torch, self.ledger[index], index, allocated, reserved).to_json())
         ooms, retries = self.counters.troubles(index)
         cause = self._out_of_memory_in(error)
         if cause is not None:
@@ -387,6 +397,7 @@ class Observer:
             "oom": self.oom,
             "notes": [*self.config.get("notes", []), *self.notes, *self.reads.notes(), *choices_by_time()],
             "snapshot": snapshot_path,
+            "profile": profile_path,
             "seconds": time.perf_counter() - self.started,
         }
         if not self.per_step:

@@ -76,6 +76,7 @@ class Segments(NamedTuple):
     """Segments that the allocator asked the device for: how many, by the step and the place that needed them."""
 
     step: int | None
+    module: str | None
     stack: Stack
     segments: int
     size_bytes: int

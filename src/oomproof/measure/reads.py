@@ -172,18 +172,20 @@ def user_stack(torch: ModuleType, frames: list[dict[str, Any]]) -> list[str]:
 
     Of a deep stack the innermost lines are shown, and the user's innermost line in any case.
     """
-    lines, users = [], []
-    for frame in frames:
-        kind = _kind(frame["filename"], torch)
-        if kind == "ours" or not frame["filename"].endswith(".py"):
-            continue  # C++ frames, when the script asked for them
-        lines.append(f"{_short(frame['filename'])}:{frame['line']} {frame['name']}")
-        if kind == "user":
-            users.append(lines[-1])
-    shown = lines[:STACK_LINES]
+    shown = stack_lines(torch, frames)[:STACK_LINES]
+    users = stack_lines(torch, [f for f in frames if _kind(f["filename"], torch) == "user"])
     if users and users[0] not in shown:
         shown[-1] = users[0]
     return shown
+
+
+def stack_lines(torch: ModuleType, frames: list[dict[str, Any]]) -> list[str]:
+    """Return "file.py:12 function" for each frame outside torch, innermost first."""
+    return [
+        f"{_short(frame['filename'])}:{frame['line']} {frame['name']}"
+        for frame in frames
+        if frame["filename"].endswith(".py") and _kind(frame["filename"], torch) != "ours"
+    ]  # not the C++ frames that a script may have asked for
 
 
 def _kind(filename: str, torch: ModuleType) -> str:

@@ -53,6 +53,7 @@ class Settings:
     steps: int | None = 3  # optimizer steps; None for all
     until_stable: bool = False
     snapshot: bool = False
+    profile: bool = False  # observe more, for the capture
     keep_bytes: int = KEEP_BYTES
     world: World | None = None  # None: the world is the processes that the command starts
 
@@ -70,6 +71,7 @@ class Settings:
             "steps": self.steps,
             "until_stable": self.until_stable,
             "snapshot": self.snapshot,
+            "profile": self.profile,
             "world": self.world.to_config() if self.world else None,
         }
 

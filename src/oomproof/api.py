@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -22,7 +22,7 @@ from oomproof.gpus import GPUSpec, default_gpu, get_gpu, with_memory
 from oomproof.measure.assemble import Outcome, assemble, files, merge, read_outcome
 from oomproof.measure.measurement import Measurement
 from oomproof.measure.profile import Profile
-from oomproof.measure.ranks import that_can_differ
+from oomproof.measure.ranks import that_can_differ, which_were_measured
 from oomproof.phantom import launch, messages
 from oomproof.units import parse_size
 
@@ -61,8 +61,9 @@ def run(
     name or a GPUSpec (default: the catalogue's default), ``memory`` overrides its memory: bytes or "20GiB". ``gpus``
     is how many of it the machine has (default: what a launcher such as torchrun asks for, else 1). ``world_size`` runs
     the command as ``rank`` (default 0) of a world whose other ranks do not exist, ``gpus`` of them on a machine
-    (default 8); ``ranks`` names several ranks, measured one after another, or is "worst" for all that can differ in
-    memory: the worst is what the Measurement tells of, the others are in its ``ranks``.
+    (default 8, or the most below that divides the world); ``ranks`` names several ranks, measured one after another, or
+    is "worst" for all that can differ in memory: the worst is what the Measurement tells of, the others are in its
+    ``ranks``.
     The command is stopped after ``steps`` optimizer steps (None: never), with ``until_stable`` when two in a row have
     the same peak.
     When allocations failed it is run a second time with unlimited memory, for the demand. ``values`` is "mirror" or
@@ -225,12 +226,24 @@ def _world(
             faults.append(f"ranks are {ranks!r}; write worst, or numbers such as 0,7,63")
     elif ranks is not None and not isinstance(ranks, str):
         wanted = list(ranks)
-    faults += [f"rank {r} is not in a world of {size}; ranks count from 0" for r in wanted if not 0 <= r < size]
+    if size >= 1:
+        faults += [f"rank {r} is not in a world of {size}; ranks count from 0" for r in wanted if not 0 <= r < size]
+    asked = gpus if gpus is not None else launch.gpus_wanted(command)
+    given = asked > 1 or gpus is not None
+    if given and asked >= 1 and size >= 1 and size % asked:
+        faults.append(
+            f"{asked} GPUs in each machine do not divide a world of {size}; give "
+            f"--gpus {_divisor(size, min(asked, launch.MOST_GPUS))}, or another that does"
+        )
     if faults:
         raise UsageError("; ".join(faults))
-    asked = gpus if gpus is not None else launch.gpus_wanted(command)
-    local_size = _gpu_count(asked if asked > 1 or gpus is not None else min(GPUS_PER_MACHINE, size), command)
+    local_size = _gpu_count(asked if given else _divisor(size, GPUS_PER_MACHINE), command)
     return size, local_size, None if ranks == "worst" else sorted(set(wanted))
+
+
+def _divisor(size: int, most: int) -> int:
+    """Return the largest number of ranks up to ``most`` that makes every machine of a world have as many."""
+    return next(count for count in range(most, 0, -1) if size % count == 0)
 
 
 def _measure(runner: _Runner, settings: launch.Settings) -> tuple[Outcome, Outcome | None]:
@@ -267,17 +280,7 @@ def _measure_ranks(
     done = [measured[rank] for rank in wanted if rank in measured]
     limited = merge([outcome for outcome, _ in done])
     unlimited = merge([again or outcome for outcome, again in done]) if any(again for _, again in done) else None
-    note = f"measured: rank {_listed(measured)} of a world of {size}, whose other ranks do not exist"
-    if len(wanted) == 1 and size > 1:
-        note += "; --ranks worst measures every rank that can differ"
-    notes = [note]
-    if runner.senders:
-        notes.append(f"run beside it for what they send: rank {_listed(runner.senders)}")
-    return limited, unlimited, notes
-
-
-def _listed(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
+    return limited, unlimited, which_were_measured(sorted(measured), wanted, size, sorted(runner.senders))
 
 
 def _failed(measured: Mapping[int, tuple[Outcome, Outcome | None]]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from child import PYTHON
+from child import PYTHON, has_module
 
 import oomproof
 from oomproof.measure.measurement import Measurement
@@ -115,3 +115,62 @@ def test_ranks_exchange_empty_tensors(tmp_path: Path) -> None:
     )
     assert (found.ended, found.verdict, found.notes) == ("steps-reached", "fits", ())
     assert (found.world.size, [rank.device for rank in found.ranks]) == (2, [0, 1])
+
+
+SPAWNED = """
+import os
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def work(rank, size):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29517")
+    dist.init_process_group("nccl", rank=rank, world_size=size)
+    torch.cuda.set_device(rank)
+    net = torch.nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        net(torch.randn(8, 64, device="cuda")).sum().backward()
+        optimizer.step()
+
+if __name__ == "__main__":
+    mp.spawn(work, args=(3,), nprocs=3)
+"""
+LIGHTNING = """
+import torch
+from lightning.pytorch import Trainer
+Trainer(devices=8, accelerator="gpu", logger=False, enable_checkpointing=False)
+"""
+ONE_OF_SEVERAL = "import torch\ntorch.zeros(1, device='cuda:3')"
+REPLICAS = "import torch\ntorch.nn.DataParallel(torch.nn.Linear(8, 8).cuda(), device_ids=[0, 1])"
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        pytest.param(SPAWNED, "3", id="mp.spawn"),
+        pytest.param(
+            LIGHTNING,
+            "8",
+            id="Lightning",
+            marks=pytest.mark.skipif(not has_module("lightning"), reason="lightning is not installed"),
+        ),
+        pytest.param(ONE_OF_SEVERAL, "N", id="cuda:3"),
+        pytest.param(REPLICAS, "N", id="DataParallel"),
+    ],
+)
+def test_a_script_that_asks_for_more_gpus_than_there_are(tmp_path: Path, code: str, count: str) -> None:
+    """The report says so, and which option gives the machine more, with the number where it is known."""
+    (tmp_path / "train.py").write_text(code)
+    found = oomproof.run([PYTHON, str(tmp_path / "train.py")], gpu="t4")
+    assert found.verdict == "unknown"
+    assert found.remedy is not None, found.notes
+    assert found.remedy.options == ("--gpus", count)
+
+
+def test_the_gpus_that_were_missing_help(tmp_path: Path) -> None:
+    """With the number that the report gives, the script runs."""
+    (tmp_path / "train.py").write_text(SPAWNED)
+    found = oomproof.run([PYTHON, str(tmp_path / "train.py")], gpu="t4", gpus=3)
+    assert found.verdict == "fits", found.notes
+    assert sorted(row.rank for row in found.ranks) == [0, 1, 2]

@@ -13,6 +13,7 @@ from child import PYTHON, Child, has_module
 
 from oomproof.errors import UsageError
 from oomproof.measure.measurement import Measurement, Range
+from oomproof.report.verdict import headline
 
 Measure = Callable[..., Measurement]
 
@@ -221,6 +222,50 @@ def test_mixture_of_experts(measure: Measure) -> None:
     assert any(r.affects_memory and r.most is not None for r in measured.value_reads)
 
 
+def experts(routing):
+    """Train experts that get the tokens whose largest gate score is theirs; known routes are spread evenly."""
+    import torch
+
+    experts = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(4)).cuda()
+    gate = torch.nn.Linear(256, 4).cuda()
+    optimizer = torch.optim.SGD(experts.parameters(), lr=0.1)
+    even = (torch.arange(8192) % 4).cuda()
+    for _ in range(3):
+        x = torch.randn(8192, 256, device="cuda")
+        route = gate(x).argmax(-1) if routing == "unknown" else even
+        torch.bincount(route, minlength=4)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(experts):
+            rows = (route == number).nonzero()[:, 0]
+            out[rows] = expert(x[rows]).exp()
+        out.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_tokens_of_experts_are_bounded_and_told(measure: Measure) -> None:
+    """Even routes lie between the ends; each end says how it counts, and that it counts each mask for itself."""
+    even = measure(experts, "even")
+    assert even.value_reads == ()
+    measured = measure(experts, "unknown")
+    assert measured.demand_if_many is not None
+    assert measured.demand.allocated_bytes < even.demand.allocated_bytes < measured.demand_if_many.allocated_bytes
+    span = values_range(measured)
+    assert span is not None
+    assert "at none of them in the former and at several in the latter" in span.reason
+    assert headline(measured).detail.endswith(
+        "by counts that nobody knows, with 3 sizes that only a kernel computes taken as the least they can be"
+    )  # the numbers of bincount
+    for way, other in (("few", "many"), ("many", "few")):
+        one = measure(experts, "unknown", unknown_counts=way)
+        end = {"few": "least", "many": "most"}[way]
+        assert {r.taken for r in one.value_reads if r.most is not None} == {end}
+        assert f"taken as the {end} they can be" in headline(one).detail
+        (note,) = [n for n in one.notes if f"--unknown-counts {other}" in n]
+        assert f"as the {end} it can be" in note
+        assert f"one may be counted at {'none' if way == 'few' else 'several'} of them" in note
+
+
 def detection():
     """Train Faster R-CNN on two images, and return how many proposals its box head was given."""
     import torch
@@ -251,6 +296,7 @@ def test_detection(child: Child, measure: Measure) -> None:
     assert many[0] > 2 * 100
     measured = measure(detection)
     assert measured.verdict == "fits"
+    assert any("boxes that a detector keeps" in n and "--unknown-counts many" in n for n in measured.notes)
     assert measured.demand_if_many is not None
     assert measured.demand_if_many.allocated_bytes >= measured.demand.allocated_bytes
 

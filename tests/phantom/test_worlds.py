@@ -197,7 +197,7 @@ def measured(folder: Path, code: str, **options: Any) -> Measurement:
     """Run a script as a rank of a world that does not exist, for two steps."""
     script = folder / "train.py"
     script.write_text(START + code)
-    return oomproof.run([PYTHON, str(script)], gpu="h100-80gb", steps=2, **options)
+    return oomproof.run([PYTHON, str(script)], **{"gpu": "h100-80gb", "steps": 2, **options})
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_worst_measures_the_first_and_last_rank_where_all_do_the_same(tmp_path: 
     """Without point-to-point messages, the ends of each group are enough."""
     found = measured(tmp_path, DDP, world_size=64, ranks="worst")
     assert sorted(row.rank for row in found.ranks) == [0, 63]
-    assert "rank 0, 63 of a world of 64" in found.notes[0]
+    assert "ranks 0, 63 of a world of 64" in found.notes[0]
 
 
 def test_torchrun_starts_one_rank_of_many_nodes(tmp_path: Path) -> None:
@@ -379,7 +379,12 @@ def test_a_rank_that_does_not_fit_has_its_demand(tmp_path: Path) -> None:
     ("options", "fault"),
     [
         ({"rank": 1}, "need --world-size"),
-        ({"world_size": 0}, "at least 1"),
+        ({"world_size": 0}, "^a world of 0 ranks; it must have at least 1$"),
+        ({"world_size": -1}, "^a world of -1 ranks; it must have at least 1$"),
+        ({"world_size": 8, "gpus": 3}, "^3 GPUs in each machine do not divide a world of 8; give --gpus 2, or"),
+        ({"world_size": 4, "gpus": 8}, "^8 GPUs in each machine do not divide a world of 4; give --gpus 4, or"),
+        ({"world_size": 8, "gpus": 0}, "1 to 16"),
+        ({"world_size": 34, "gpus": 33}, "give --gpus 2, or"),
         ({"world_size": 4, "rank": 4}, "rank 4 is not in a world of 4"),
         ({"world_size": 4, "ranks": "best"}, "write worst"),
         ({"world_size": 4, "ranks": "0", "rank": 0}, "give one of them"),
@@ -389,6 +394,40 @@ def test_wrong_worlds_are_refused(tmp_path: Path, options: dict[str, Any], fault
     """Each fault is told with its cure, before anything is run."""
     with pytest.raises(UsageError, match=fault):
         measured(tmp_path, DDP, **options)
+
+
+def test_machines_have_as_many_ranks_each(tmp_path: Path) -> None:
+    """Without --gpus, as many as eight share a machine, and every machine has the same number: 12 ranks are 2 x 6."""
+    found = measured(tmp_path, DDP, world_size=12, rank=11)
+    assert found.world.local_world_size == 6
+    assert found.verdict == "fits", found.notes
+
+
+CHECKPOINT = """
+import torch.distributed.checkpoint
+from torch.distributed._composable.fsdp import fully_shard
+from torch.distributed.checkpoint.state_dict import get_state_dict
+dist.init_process_group("nccl")
+model = layers().cuda()
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+steps(model, optimizer)
+model, optimizer = get_state_dict(model, optimizer)
+dist.checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id="CHECKPOINT")
+"""
+
+
+def test_a_checkpoint_where_other_ranks_do_not_exist(tmp_path: Path) -> None:
+    """Its error is put down to the world, the figures until then are those of the steps, and --steps 2 gets them."""
+    code = CHECKPOINT.replace("CHECKPOINT", str(tmp_path / "saved"))
+    found = measured(tmp_path, code, world_size=8, steps=None)
+    assert found.ended == "raised"
+    assert found.remedy is not None, found.notes
+    assert found.remedy.options == ("--steps", "2")
+    assert any("where the states of all ranks are put together" in note for note in found.notes), found.notes
+    before = measured(tmp_path, code, world_size=8, steps=2)
+    assert before.verdict == "fits", before.notes
+    assert before.per_step[-1].allocated_bytes == found.per_step[-1].allocated_bytes
 
 
 def test_launchers_that_start_all_ranks_are_refused(tmp_path: Path) -> None:

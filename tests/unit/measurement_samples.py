@@ -18,6 +18,7 @@ from oomproof.measure.measurement import (
     Peak,
     Range,
     Rank,
+    Remedy,
     Step,
     Torch,
     ValueRead,
@@ -136,11 +137,12 @@ def full() -> Measurement:
         calls=(Call(module="net (Net)", count=12, allocated_bytes=GIB, reserved_bytes=2 * GIB),),
         value_reads=(
             ValueRead(location="train.py:31", operation="aten::_local_scalar_dense (float32)", count=3),
-            ValueRead(location="naïve.py:1", operation="aten::nonzero", count=1, affects_memory=True),
+            ValueRead(location="naïve.py:1", operation="aten::nonzero", count=1, affects_memory=True, taken="least"),
         ),
         ranks=(
             Rank(rank=0, device=0, peak=peak(GIB, 2 * GIB), verdict="fits"),
             Rank(rank=1, device=1, peak=peak(20 * GIB, 22 * GIB), verdict="does-not-fit"),
         ),
+        remedy=Remedy(reason="give the machine as many GPUs", options=("--gpus", "8")),
         notes=("the loss was not known",),
     )

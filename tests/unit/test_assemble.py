@@ -33,6 +33,9 @@ def finding(**changes: Any) -> dict[str, Any]:
         "allocator": {"config": "", "retries": 0, "ooms": 0},
         "ended": "steps-reached",
         "error": None,
+        "gathers_states": False,
+        "alone": False,
+        "gpus": 1,
         "steps": 3,
         "per_step": [{"step": 1, "allocated_bytes": 100 * MIB, "reserved_bytes": 120 * MIB, "seconds": 0.1}],
         "calls": [],
@@ -191,6 +194,44 @@ def test_notes() -> None:
     assert any("handled it" in note for note in caught.notes)
     pinned = measured(finding(pinned_host_bytes=2 << 30))
     assert any("2.00 GiB" in note for note in pinned.notes)
+
+
+def test_the_note_of_an_error_has_its_first_words() -> None:
+    """Launchers' messages begin with blank lines and rules; what mp.spawn quotes ends in the error of its process."""
+    spawned = (
+        "ProcessRaisedException: \n\n-- Process 2 terminated with the following error:\n"
+        'Traceback (most recent call last):\n  File "a.py", line 3, in work\n    1 / 0\nZeroDivisionError: division\n'
+    )
+    for error, said in (
+        (spawned, "raised ProcessRaisedException: ZeroDivisionError: division;"),
+        ("ChildFailedError: \n====\ntrain.py FAILED\n----", "raised ChildFailedError: train.py FAILED;"),
+        ("KeyboardInterrupt: ", "raised KeyboardInterrupt;"),
+    ):
+        found = measured(finding(ended="raised", error=error), code=1)
+        assert any(said in note for note in found.notes), found.notes
+
+
+def test_a_worst_rank_by_the_estimate_alone_is_told() -> None:
+    """Ranks that differ only in how many communicators they are in, or that would be in another order without them."""
+    more, one = {"communicators": [8, 2], "world_size": 8}, {"communicators": [8], "world_size": 8}
+    low = 688_000_000
+    higher = finding(rank=5, process_peak_bytes=900 * MIB + low + 544_000_000, **more)
+    lower = finding(rank=0, process_peak_bytes=900 * MIB + low, **one)
+    told = [n for n in measured(lower, higher).notes if "estimate of NCCL" in n]
+    assert told == [
+        "rank 5 is the worst by the estimate of NCCL's memory alone: it is in 2 communicators, rank 0 in 1, which "
+        "takes as much apart from that"
+    ]
+    lower = finding(rank=0, process_peak_bytes=910 * MIB + low, **one)
+    assert any("takes more apart from that" in n for n in measured(lower, higher).notes)
+    lower = finding(rank=0, process_peak_bytes=890 * MIB + low, **one)
+    assert not any("estimate of NCCL" in n for n in measured(lower, higher).notes)
+    assert not any("estimate of NCCL" in n for n in measured(higher, finding(rank=6, **higher_of(higher))).notes)
+
+
+def higher_of(other: dict[str, Any]) -> dict[str, Any]:
+    """Return what makes a finding as high as another, in as many communicators."""
+    return {key: other[key] for key in ("process_peak_bytes", "communicators", "world_size")}
 
 
 def test_outcomes_are_read_from_the_run_folder(tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
 import pytest
 
 from oomproof import cli
-from oomproof.cli.run import exit_code, parse_steps
+from oomproof.cli.run import Progress, exit_code, larger_gpu, parse_steps
 from oomproof.errors import UsageError
+from oomproof.gpus import all_gpus
+from oomproof.measure.measurement import Demand, Rank
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -43,6 +46,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (["run", "--steps", "0", "--", "a.py"], "at least 1"),
         (["run", "--steps", "-1", "--", "a.py"], "at least 1"),
         (["run", "--steps", "some", "--", "a.py"], "or all"),
+        (["run", "--world-size", "-1", "--", "a.py"], "a world of -1 ranks; it must have at least 1\n"),
+        (["run", "--world-size", "8", "--gpus", "3", "--", "a.py"], "3 GPUs in each machine do not divide"),
         (["run", "--values", "guess", "--", "a.py"], "mirror, keep"),
         (["run", "--platform", "amiga", "--", "a.py"], "linux, wsl"),
         (["run", "--snapshot", "--", "a.py"], "-o FILE.oomp"),
@@ -123,3 +128,64 @@ def test_exit_codes() -> None:
     from measurement_samples import fitting, not_fitting, untouched
 
     assert [exit_code(m) for m in (fitting(), not_fitting(), untouched())] == [0, 2, 1]
+
+
+def demand(device_bytes: int) -> Demand:
+    return Demand(allocated_bytes=device_bytes, reserved_bytes=device_bytes, device_bytes=device_bytes)
+
+
+def test_the_larger_gpu_is_larger() -> None:
+    """It is the smallest that every rank's demand fits, and has more memory than --memory gave the one measured."""
+    from measurement_samples import T4, not_fitting, peak
+
+    from oomproof.gpus import get_gpu
+    from oomproof.units import GIB
+
+    small, large = demand(3 * GIB), demand(22 * GIB)
+    given = dataclasses.replace(T4, memory_bytes=20 * GIB)
+    for measured, least in (
+        (not_fitting(demand=small, gpu=dataclasses.replace(T4, memory_bytes=2 * GIB)), 3 * GIB),
+        (not_fitting(demand=large, gpu=given), 22 * GIB),
+        (not_fitting(demand=small, gpu=given), 20 * GIB + 1),  # fragmented: no room along the way
+        (
+            not_fitting(
+                demand=small,
+                ranks=(Rank(rank=3, device=0, peak=peak(30 * GIB, 35 * GIB), verdict="does-not-fit"),),
+            ),
+            35 * GIB,
+        ),
+    ):
+        key = larger_gpu(measured)
+        assert key is not None
+        larger = get_gpu(key).memory_bytes
+        assert larger >= least
+        others = [g.memory_bytes for g in all_gpus() if not g.mig and g.compute_capability >= (7, 5)]
+        assert not [size for size in others if 1.02 * least < size < larger]
+    assert larger_gpu(not_fitting(demand=demand(900 * GIB))) is None
+
+
+def told(rank: int, step: int, run: int = 1) -> dict[str, object]:
+    """Return what the measuring says of a step."""
+    figures = {"allocated_bytes": 1 << 30, "reserved_bytes": 2 << 30, "seconds": 1.0}
+    return {"rank": rank, "step": step, "run": run, "purpose": "gpu", **figures}
+
+
+def test_progress_has_the_rank_of_a_world(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0's lines too, where single ranks are measured; elsewhere there is no other rank to tell it from."""
+    in_world = Progress("3", in_world=True)
+    for rank in (0, 5):
+        in_world(told(rank, 1, run=rank + 1))
+    Progress("all")(told(0, 1))
+    starts = [line.partition(": allocated")[0] for line in capsys.readouterr().err.splitlines()]
+    assert starts == ["oomproof: rank 0: step 1 of 3", "oomproof: rank 5: step 1 of 3", "oomproof: step 1"]
+
+
+def test_a_large_world_without_a_step_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only while there is no step: then the steps themselves show that it goes on."""
+    progress = Progress("3", in_world=True)
+    progress.still_waiting(20_000)
+    assert "no step yet; for a world of 20,000 ranks" in capsys.readouterr().err
+    progress(told(0, 1))
+    capsys.readouterr()
+    progress.still_waiting(20_000)
+    assert capsys.readouterr().err == ""

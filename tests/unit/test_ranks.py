@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from oomproof.measure.communicators import communication_bytes
-from oomproof.measure.ranks import MOST_RANKS, that_can_differ
+from oomproof.measure.ranks import MOST_RANKS, that_can_differ, which_were_measured
 from oomproof.phantom.launch import gpus_wanted, nodes_wanted
 from oomproof.phantom.world import environment
 
@@ -32,6 +32,35 @@ def test_long_groups_are_measured_at_intervals() -> None:
     assert len(chosen) <= MOST_RANKS + 1
     assert chosen[0] == 0
     assert chosen[-1] == 1023
+
+
+@pytest.mark.parametrize(
+    ("ranks", "wanted", "size", "note"),
+    [
+        ([0], [0], 1, "measured: the only rank of a world of 1"),
+        ([0, 1], [0, 1], 2, "measured: ranks 0, 1, which are all of a world of 2"),
+        ([0, 5], [0, 5], 8, "measured: ranks 0, 5 of a world of 8, whose other ranks do not exist"),
+        ([0], [0, 5], 8, "measured: rank 0 of a world of 8, whose other ranks do not exist"),
+        (
+            [3],
+            [3],
+            8,
+            "measured: rank 3 of a world of 8, whose other ranks do not exist; --ranks worst measures every rank that "
+            "can differ",
+        ),
+    ],
+)
+def test_the_note_of_ranks(ranks: list[int], wanted: list[int], size: int, note: str) -> None:
+    """It is right for one rank, several, all of them and a world of one; the first may have failed, and ended it."""
+    assert which_were_measured(ranks, wanted, size) == [note]
+
+
+def test_the_note_of_senders() -> None:
+    """One rank or several, beside one or several: the note agrees in number."""
+    _, one = which_were_measured([3], [3], 8, [2])
+    _, several = which_were_measured([3, 7], [3, 7], 8, [0, 2])
+    assert one == "run beside it for what they send: rank 2"
+    assert several == "run beside them for what they send: ranks 0, 2"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ from oomproof.measure.measurement import (
     Outside,
     Range,
     Rank,
+    Remedy,
     ValueRead,
     World,
 )
@@ -28,6 +30,18 @@ from oomproof.units import GIB, MIB
 
 CONTEXT = Range(what="context", low_bytes=90 * MIB, high_bytes=140 * MIB, reason="the driver decides")
 WORKSPACE = Range(what="cuDNN workspace", low_bytes=0, high_bytes=4 * GIB, reason="the engine is chosen by timing")
+
+
+def mask(taken: str, most: int | None = 8192) -> ValueRead:
+    """Return reads of how many rows a mask keeps."""
+    return ValueRead(
+        location="moe.py:9", operation="aten::index", count=12, affects_memory=True, least=0, most=most, taken=taken
+    )
+
+
+def many(size_bytes: int) -> Demand:
+    """Return the demand of a run with the largest counts."""
+    return Demand(allocated_bytes=10 * GIB, reserved_bytes=11 * GIB, device_bytes=size_bytes)
 
 
 def shown(
@@ -80,9 +94,16 @@ NO_STEPS = fitting(
 )
 VALUE_READS = fitting(
     value_reads=tuple(
-        ValueRead(location=f"train.py:{i}", operation="aten::nonzero", count=count, affects_memory=effect)
-        for i, (count, effect) in enumerate(
-            [(90_000, False), (5, True), (7, None), (3, True), (2, None), (4_000, False)]
+        ValueRead(location=f"train.py:{i}", operation="aten::nonzero", count=count, affects_memory=effect, taken=taken)
+        for i, (count, effect, taken) in enumerate(
+            [
+                (90_000, False, None),
+                (5, True, "least"),
+                (7, None, None),
+                (3, True, None),
+                (2, None, None),
+                (4_000, False, None),
+            ]
         )
     )
 )
@@ -294,7 +315,7 @@ Next: keep this measurement in a file:
 
 VALUE_READS_TEXT = """\
 FITS  peak 11.10 GiB of 14.56 GiB on Tesla T4 (3.47 GiB to spare), with 8 sizes
-      that only a kernel computes taken as 0
+      that only a kernel computes: 5 taken as the least they can be, 3 not known
 
 Peak         allocated  10,739,515,392 bytes  10.00 GiB  max_memory_allocated()
              reserved   11,811,160,064 bytes  11.00 GiB  max_memory_reserved()
@@ -502,6 +523,30 @@ Steps                      allocated   reserved
             "with the largest of the counts that nobody knows it would take 17.00 GiB",
         ),
         (
+            fitting(value_reads=(mask("most"),)),
+            "FITS  peak 11.10 GiB of 14.56 GiB on Tesla T4 (3.47 GiB to spare), with 12 sizes that only a kernel "
+            "computes taken as the most they can be",
+        ),
+        (
+            fitting(value_reads=(mask("assumed"),)),
+            "FITS  peak 11.10 GiB of 14.56 GiB on Tesla T4 (3.47 GiB to spare), with 12 sizes that only a kernel "
+            "computes assumed",
+        ),
+        (
+            fitting(value_reads=(mask("least"), mask("assumed")), demand_if_many=many(13 * GIB)),
+            "FITS  peak 11.10 GiB of 14.56 GiB on Tesla T4 (3.47 GiB to spare), up to 13.00 GiB by counts that nobody "
+            "knows",
+        ),
+        (
+            fitting(value_reads=(mask("least"),), demand_if_many=fitting().demand),
+            "FITS  peak 11.10 GiB of 14.56 GiB on Tesla T4 (3.47 GiB to spare)",
+        ),
+        (
+            fitting(value_reads=(mask("least"), mask("least", None)), demand_if_many=many(13 * GIB)),
+            "FITS  peak 11.10 GiB of 14.56 GiB on Tesla T4 (3.47 GiB to spare), up to 13.00 GiB by counts that nobody "
+            "knows, with 12 sizes that only a kernel computes taken as the least they can be",
+        ),
+        (
             not_fitting(peak=peak(14 * GIB, 14 * GIB)),
             "DOES NOT FIT  peak 14.10 GiB of 14.56 GiB on Tesla T4: "
             "no room for an allocation of 2.00 GiB along the way",
@@ -549,6 +594,21 @@ memory       the script caught the error and went on
             not_fitting(),
             {"larger_gpu": "a10g", "options": ["--gpu", "t4", "--values", "keep"]},
             "oomproof run --gpu a10g --values keep -- python train.py --batch 16",
+        ),
+        (
+            fitting(demand_if_many=many(17 * GIB)),
+            {"saved": True, "options": ["--gpu", "t4", "--unknown-counts", "range"]},
+            "oomproof run --unknown-counts many --gpu t4 -- python train.py --batch 16",
+        ),
+        (
+            dataclasses.replace(RAISED, remedy=Remedy(reason="give it more", options=("--gpus", "8"))),
+            {"options": ["--gpu", "t4", "--gpus", "2"]},
+            "oomproof run --gpus 8 --gpu t4 -- python train.py --batch 16",
+        ),
+        (
+            dataclasses.replace(RAISED, remedy=Remedy(reason="end it", options=("--steps", "2"))),
+            {"options": ["--gpu", "t4", "--world-size", "8", "--steps", "5", "--until-stable"]},
+            "oomproof run --steps 2 --gpu t4 --world-size 8 -- python train.py --batch 16",
         ),
     ],
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from oomproof.measure import value_range
 from oomproof.measure.measurement import Demand
 
@@ -23,7 +25,7 @@ def read(line: int, **changes: Any) -> dict[str, Any]:
     """Return a read of a count between 0 and 5,000."""
     return {
         "location": f"train.py:{line}", "operation": "aten::nonzero (bool)", "count": 3, "affects_memory": True,
-        "least": 0, "most": 5000,
+        "least": 0, "most": 5000, "taken": "least",
     } | changes  # fmt: skip
 
 
@@ -33,9 +35,51 @@ def test_peaks_that_differ_are_the_ends_of_a_range() -> None:
     (span,) = value_range.ranges(reads, demand(100), demand(150))
     assert (span.what, span.low_bytes, span.high_bytes) == ("values", 220 * MIB, 270 * MIB)
     assert span.reason.endswith(
-        "allocated 100.0 MiB and 150.0 MiB: train.py:3 (aten::nonzero (bool), 0 to 6,000), train.py:2 (aten::nonzero "
+        f"allocated 100.0 MiB and 150.0 MiB; {value_range.EACH_FOR_ITSELF}one may be counted at none of them in the "
+        "former and at several in the latter: train.py:3 (aten::nonzero (bool), 0 to 6,000), train.py:2 (aten::nonzero "
         "(bool), 0 to 5,000), train.py:4 (aten::nonzero (bool), 0 to 8) and 1 more"
     )
+
+
+@pytest.mark.parametrize(
+    ("operation", "taken", "told"),
+    [
+        ("aten::index (float32)", "least", True),
+        ("aten::masked_select (float32)", "least", True),
+        ("torchvision::nms (float32)", "least", False),  # boxes that one call keeps are no other's
+        ("aten::unique_consecutive (int64)", "least", False),
+        ("aten::nonzero (bool)", "assumed", False),  # a router's choices: all tokens are shared out
+    ],
+)
+def test_what_masks_share_out_may_count_several_times(operation: str, taken: str, told: bool) -> None:
+    """The counts of several masks do not go together at either end, so the range says so, where it is of masks."""
+    (span,) = value_range.ranges([read(1, operation=operation, taken=taken)], demand(100), demand(150))
+    assert (value_range.EACH_FOR_ITSELF in span.reason) == told
+
+
+def test_which_way_the_figures_count() -> None:
+    """The note has the way, the option for the other one and, without a range that names them, the lines."""
+    (few,) = value_range.counted([read(7)], demand(100), None, "steps-reached")
+    assert "as the least it can be; --unknown-counts many takes the most. Each mask is counted for itself" in few
+    assert "one may be counted at none of them: train.py:7" in few
+    assert few.endswith(": train.py:7 (aten::nonzero (bool), 0 to 5,000)")
+    (ranged,) = value_range.counted([read(7)], demand(100), demand(150), "steps-reached")
+    assert ranged.endswith("--unknown-counts many takes the most")
+    (many,) = value_range.counted([read(7, taken="most")], demand(150), None, "steps-reached")
+    assert "as the most it can be; --unknown-counts few takes the least. Each mask is counted for itself" in many
+    assert "one may be counted at several of them: train.py:7" in many
+    (boxes,) = value_range.counted(
+        [read(7, taken="most", operation="torchvision::nms (float32)")], demand(150), None, "finished"
+    )
+    assert "for itself" not in boxes
+
+
+def test_no_way_is_told_where_there_is_only_one() -> None:
+    """Not where both ends have the same peak, nothing is bounded, values are assumed, or the script raised."""
+    assert value_range.counted([read(7)], demand(100), demand(100), "finished") == []
+    assert value_range.counted([read(7, most=None)], demand(100), None, "finished") == []
+    assert value_range.counted([read(7, taken="assumed")], demand(100), None, "finished") == []
+    assert value_range.counted([read(7)], demand(100), None, "raised") == []
 
 
 def test_a_peak_may_be_lower_with_more() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from oomproof import api
 from oomproof.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED, EXIT_FITS, EXIT_INTERRUPTED, OomproofError, UsageError
 from oomproof.gpus import GPUSpec, all_gpus, load_gpu_file
 from oomproof.measure.measurement import Measurement
+from oomproof.phantom.launch import nodes_wanted
 from oomproof.report.json_output import to_json_text
 from oomproof.report.terminal import print_report
 from oomproof.units import format_bytes, format_seconds
@@ -23,6 +25,10 @@ EPILOG = (
     "Example: oomproof run --gpu a100-40gb -- python train.py --batch-size 16"
 )
 
+
+#: A world in which the first step takes long, and after how long without one that is said.
+LARGE_WORLD = 1000
+PATIENCE_SECONDS = 10.0
 
 #: What is said before the steps of a further run.
 AGAIN = {
@@ -67,9 +73,14 @@ def main(
     """Run a command on a phantom GPU and report its peak memory."""
     if snapshot and output is None:
         raise UsageError("--snapshot goes into the capture; add -o FILE.oomp")
+    progress = Progress(steps, in_world=world_size is not None or nodes_wanted(command) > 1)
+    patience = threading.Timer(PATIENCE_SECONDS, progress.still_waiting, [world_size])
+    patience.daemon = True
     failure: OomproofError | None = None
     interrupted = False
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # of a scheduler or `timeout`: as Ctrl-C, nothing is left
+    if world_size is not None and world_size >= LARGE_WORLD:
+        patience.start()
     try:
         measured = api.run(
             command,
@@ -87,7 +98,7 @@ def main(
             output=output,
             snapshot=snapshot,
             quiet=quiet,
-            on_step=_Progress(steps),
+            on_step=progress,
             stdout=sys.stderr if json else None,  # standard output is the JSON's alone
         )
     except api.Interrupted as stop:
@@ -96,6 +107,8 @@ def main(
         if not isinstance(error.measurement, Measurement):
             raise
         measured, failure = error.measurement, error
+    finally:
+        patience.cancel()
     if json:
         sys.stdout.write(to_json_text(measured))
     else:
@@ -149,27 +162,39 @@ def exit_code(measured: Measurement) -> int:
 
 
 def larger_gpu(measured: Measurement) -> str | None:
-    """Return the key of the smallest whole GPU of the catalogue on which the measured demand fits."""
-    enough = [g for g in all_gpus() if g.memory_bytes >= measured.demand.device_bytes * 1.02 and not g.mig]
-    enough = [g for g in enough if g.compute_capability >= (7, 5)]
+    """Return the key of the smallest whole GPU of the catalogue with more memory, which every rank's demand fits."""
+    demand = max(measured.demand.device_bytes, *(rank.peak.device_bytes for rank in measured.ranks), 0)
+    enough = [g for g in all_gpus() if g.memory_bytes >= demand * 1.02 and not g.mig]
+    enough = [g for g in enough if g.memory_bytes > measured.gpu.memory_bytes and g.compute_capability >= (7, 5)]
     return min(enough, key=lambda g: g.memory_bytes).key if enough else None
 
 
-class _Progress:
-    """A line on standard error for each step."""
+class Progress:
+    """A line on standard error for each step, with its rank where single ranks of a world are measured."""
 
-    def __init__(self, steps: str) -> None:
+    def __init__(self, steps: str, *, in_world: bool = False) -> None:
         self._of = "" if steps == "all" else f" of {steps}"
         self._run = 1
-        self._ranks = False
+        self._in_world = in_world
+        self._told = False
+
+    def still_waiting(self, world_size: int) -> None:
+        """Say what takes so long, unless a step has been told of by now."""
+        if not self._told:
+            print(
+                f"oomproof: no step yet; for a world of {world_size:,} ranks, making its groups and the first step can "
+                "take minutes",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def __call__(self, step: dict[str, Any]) -> None:
+        self._told = True
         if step["run"] != self._run:
             self._run = step["run"]
             if step["purpose"] in AGAIN:
                 print(f"oomproof: {AGAIN[step['purpose']]}", file=sys.stderr)
-        rank = f"rank {step['rank']}, " if step["rank"] or self._ranks else ""
-        self._ranks = bool(rank)
+        rank = f"rank {step['rank']}: " if self._in_world else ""
         print(
             f"oomproof: {rank}step {step['step']}{self._of}: allocated {format_bytes(step['allocated_bytes'])}, "
             f"reserved {format_bytes(step['reserved_bytes'])} at its peak, {format_seconds(step['seconds'])}",

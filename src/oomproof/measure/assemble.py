@@ -13,7 +13,7 @@ from typing import Any
 
 from oomproof.errors import EnvironmentMissingError, ScriptError
 from oomproof.gpus import GPUSpec
-from oomproof.measure import communicators, value_range
+from oomproof.measure import causes, communicators, value_range
 from oomproof.measure import measurement as m
 
 #: Why each library's workspaces could raise the peak by more than what was counted.
@@ -102,6 +102,7 @@ def assemble(
     most = _same_rank(many, lead)
     top = _demand(most) if most is not None and value_range.got_as_far(most) else None
     reads = demand["value_reads"]
+    cause = causes.cause(limited.findings, lead)
     ended = "interrupted" if limited.interrupted else "no-kernels" if lead["no_kernels"] else lead["ended"]
     if ended == "finished" and limited.exit_code:
         ended = "exited"
@@ -134,10 +135,14 @@ def assemble(
         demand_if_many=top,
         oom=m.OOM(**lead["oom"]) if lead["oom"] else None,
         ranks=_rank_rows(ranks, demand_ranks, limited) if len(ranks) > 1 else (),
+        remedy=cause.remedy if cause else None,
         notes=(
             *notes,
             *_notes(limited, lead, shown),
+            *([cause.note] if cause else []),
+            *_worst_by_estimate(ranks, lead),
             *value_range.notes(reads, _demand(demand), top),
+            *value_range.counted(reads, _demand(demand), top, ended),
             *value_range.hint(reads, ended),
             *(value_range.failure(reads, most, many.interrupted) if many is not None and top is None else ()),
         ),
@@ -308,7 +313,7 @@ def _notes(limited: Outcome, lead: Mapping[str, Any], shown: Mapping[str, Any]) 
             "memory was refused to a library beside PyTorch, such as NCCL, and the script ended with its error"
         )
     if lead["error"] and lead["ended"] == "raised":
-        first_line = lead["error"].partition("\n")[0][:200]
+        first_line = _first_line(lead["error"])
         notes.append(f"the script raised {first_line}; the figures are those until then")
     unknown = [what for what, lift in lead["optional_workspaces"].items() if not lift and ":" in what]
     if unknown:
@@ -331,6 +336,38 @@ def _notes(limited: Outcome, lead: Mapping[str, Any], shown: Mapping[str, Any]) 
             f"{len(others) + 1} processes used the GPU; the figures are those of the one with the highest peak"
         )
     return notes
+
+
+def _first_line(error: str) -> str:
+    """Return an error's name and the first line of its message that says something.
+
+    Those of launchers begin with rules and blank lines; mp.spawn's quotes the traceback of a process, up to its error.
+    """
+    name, _, message = error.partition(": ")
+    trace = message.partition("Traceback (most recent call last):\n")[2]
+    lines = [line for line in trace.splitlines() if not line.startswith(" ")] or message.splitlines()
+    line = next((line.strip() for line in lines if any(c.isalnum() for c in line)), "")
+    return f"{name}: {line}"[:200] if line else name
+
+
+def _worst_by_estimate(ranks: Sequence[dict[str, Any]], lead: Mapping[str, Any]) -> list[str]:
+    """Return the note that a rank is the worst only by what its communicators are estimated to take."""
+    if lead["ended"] == "oom":
+        return []
+
+    def without(finding: Mapping[str, Any]) -> int:
+        return int(finding["process_peak_bytes"]) - _communication(finding)[0]
+
+    lower = [f for f in ranks if f["used_gpu"] and f["process_peak_bytes"] < lead["process_peak_bytes"]]
+    other = next((f for f in lower if without(f) >= without(lead)), None)
+    if other is None:
+        return []
+    same = "as much" if without(other) == without(lead) else "more"
+    return [
+        f"rank {lead['rank']} is the worst by the estimate of NCCL's memory alone: it is in "
+        f"{len(lead['communicators'])} communicators, rank {other['rank']} in {len(other['communicators'])}, which "
+        f"takes {same} apart from that"
+    ]
 
 
 def _rank_rows(

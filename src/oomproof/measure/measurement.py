@@ -120,6 +120,7 @@ class ValueRead:
     affects_memory: bool | None = None  # False: only a float went to the script; None: not known
     least: int | None = None  # bounds of a count that sizes something; None where shapes do not tell
     most: int | None = None
+    taken: str | None = None  # how such a count was answered: "least", "most", "assumed"; None: it was no such count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +189,14 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """What gets the next run past the error that ended this one, where the script is not at fault."""
+
+    reason: str  # "give the machine as many GPUs as the script asks for"
+    options: tuple[str, ...]  # of ``oomproof run``: "--gpus", "8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """What one run showed.
 
@@ -219,6 +228,7 @@ class Measurement:
     demand_if_many: Demand | None = None  # with unknown counts at their largest; None when that was not run
     oom: OOM | None = None
     ranks: tuple[Rank, ...] = ()
+    remedy: Remedy | None = None  # None where the script ended well, or its error says nothing of how it was run
     notes: tuple[str, ...] = field(default=())
 
     @property

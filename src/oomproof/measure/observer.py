@@ -370,6 +370,9 @@ class Observer:
             "allocator": {"config": versions.allocator_config(), "retries": retries, "ooms": ooms},
             "ended": why,
             "error": f"{type(error).__name__}: {error}" if error is not None else None,
+            "gathers_states": gathers_states(error),
+            "alone": self.config["world"] is not None,
+            "gpus": len(self.config["gpus"]),
             "steps": len(self.per_step),
             "per_step": self.per_step,
             "calls": [] if self.per_step else list(self.calls.values()),
@@ -430,6 +433,26 @@ class Observer:
 
         with open(path, "wb") as file:
             pickle.dump(self.torch.cuda.memory._snapshot(), file, protocol=4)
+
+
+#: Where PyTorch puts the states of all ranks together, and compares them.
+_STATES = (os.path.join("torch", "distributed", "checkpoint", ""), "_optim_utils.py", "_state_dict_utils.py")
+_GATHERERS = frozenset(("state_dict", "optim_state_dict", "full_optim_state_dict", "sharded_optim_state_dict"))
+
+
+def gathers_states(error: BaseException | None) -> bool:
+    """Return whether an error came from saving a checkpoint of several ranks, or gathering their states."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        trace = error.__traceback__
+        while trace is not None:
+            code = trace.tb_frame.f_code
+            if code.co_name in _GATHERERS or any(part in code.co_filename for part in _STATES):
+                return True
+            trace = trace.tb_next
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _plain(module: str | None) -> str | None:

@@ -25,3 +25,26 @@ def that_can_differ(groups: Sequence[Mapping[str, Any]], size: int, rank: int) -
         return every
     apart = {every[round(i * (len(every) - 1) / (MOST_RANKS - 1))] for i in range(MOST_RANKS)}
     return sorted(apart | {rank})
+
+
+def which_were_measured(
+    ranks: Sequence[int], wanted: Sequence[int], size: int, senders: Sequence[int] = ()
+) -> list[str]:
+    """Return the notes that say which ranks of a world the figures are of, out of those ``wanted``.
+
+    ``senders`` were run beside them.
+    """
+    if size == 1:
+        return ["measured: the only rank of a world of 1"]
+    if len(ranks) == size:
+        note = f"measured: {_named(ranks)}, which are all of a world of {size}"
+    else:
+        note = f"measured: {_named(ranks)} of a world of {size}, whose other ranks do not exist"
+    if len(wanted) == 1:
+        note += "; --ranks worst measures every rank that can differ"
+    beside = "it" if len(ranks) == 1 else "them"
+    return [note, *([f"run beside {beside} for what they send: {_named(senders)}"] if senders else [])]
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

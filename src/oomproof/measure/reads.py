@@ -39,12 +39,13 @@ class ValueReads(Values):
         self.depends = False
         self._lock = threading.Lock()
         self._device = device
+        self._many = config["unknown_counts"] == "many"
         self._gate: Gate | None = None
         if config["values"] == "mirror":
             mirror = Mirror(
                 device,
                 limit_bytes=config["keep_bytes"],
-                many=config["unknown_counts"] == "many",
+                many=self._many,
                 on_unknown=self._unknown,
             )
             self._gate = Gate(mirror)
@@ -108,13 +109,20 @@ class ValueReads(Values):
         if affects_memory is not False and self._gate is not None and self._gate.paused:
             self.in_compiled_code = True
         with self._lock:
-            entry = self._counts.setdefault(key, [0, affects_memory, None, None])
+            entry = self._counts.setdefault(key, [0, affects_memory, None, None, None])
             entry[0] += 1
             if bounds is not None:
                 entry[2] = bounds.least if entry[2] is None else min(entry[2], bounds.least)
                 entry[3] = None if bounds.most is None else max(entry[3] or 0, bounds.most)
+            entry[4] = self._taken(bounds, assumed, entry[4])
             one_of_several = bounds is None or (bounds.most is not None and bounds.most > bounds.least)
             self.depends |= assumed and one_of_several and affects_memory is not False
+
+    def _taken(self, bounds: Bounds | None, assumed: bool, before: str | None) -> str | None:
+        """Return how the counts of a line are answered: one that merely follows from assumed values says least."""
+        if bounds is None or bounds.follows is not None:
+            return before or ("assumed" if assumed else None)
+        return "most" if self._many and bounds.most is not None else "least"
 
     def as_list(self) -> list[dict[str, Any]]:
         """Return the reads, those that can change the memory first."""
@@ -128,8 +136,9 @@ class ValueReads(Values):
                 "affects_memory": affects,
                 "least": least,
                 "most": most,
+                "taken": taken,
             }
-            for (location, operation), (count, affects, least, most) in found
+            for (location, operation), (count, affects, least, most, taken) in found
         ]
 
     def notes(self) -> list[str]:

@@ -124,7 +124,7 @@ class Series:
         return tuple(self._steps if self._step is None else [*self._steps, self._step])
 
     def segments(self, stack_of: Callable[[list[dict[str, Any]], str | None], Stack]) -> tuple[Segments, ...]:
-        """Return the segments by step and place, the largest first; ``stack_of`` makes a Stack from a module's frames."""
+        """Return the segments by step and place, the largest first; ``stack_of`` makes a module's frames a Stack."""
         places: dict[tuple[Any, ...], list[int]] = {}
         for (step, module, _), (frames, count, size) in self._segments.items():
             row = places.setdefault((step, module, stack_of(frames, module)), [0, 0])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from oomproof.measure.measurement import Measurement
-from oomproof.report.words import is_untouched, plural
+from oomproof.report.words import depends, is_untouched, plural
 from oomproof.units import format_bytes
 
 
@@ -58,11 +59,9 @@ def headline(measurement: Measurement) -> Headline:
 def _fits(measurement: Measurement) -> Headline:
     spare = measurement.gpu.memory_bytes - measurement.peak.device_bytes
     figures = f"{_figures(measurement)} ({format_bytes(spare)} to spare)"
-    sized = sum(read.count for read in measurement.value_reads if read.affects_memory)
-    if sized:  # a detector's proposals: no range can say how many there would be
-        figures += f", with {plural(sized, 'size')} that only a kernel computes taken as 0"
+    figures += _sized(measurement)
     _, high = device_bounds(measurement)
-    if _depends(measurement):
+    if depends(measurement):
         reach = f": with the largest of the counts that nobody knows it would take {format_bytes(high)}"
         return Headline(verdict="FITS, DEPENDING ON VALUES", detail=figures + reach, colour="yellow")
     if high > measurement.gpu.memory_bytes:
@@ -75,10 +74,32 @@ def _fits(measurement: Measurement) -> Headline:
     return Headline(verdict="FITS", detail=figures, colour="green")
 
 
-def _depends(measurement: Measurement) -> bool:
-    """Return whether a run that fits would not with the largest counts of unknown values."""
+#: How sizes were come by that only a kernel computes, by how the counts were answered.
+_TAKEN = {
+    "least": "taken as the least they can be",
+    "most": "taken as the most they can be",
+    "assumed": "assumed",
+    None: "not known",
+}
+
+
+def _sized(measurement: Measurement) -> str:
+    """Return what the figures rest on where sizes are unknown: how far they reach up, or how they were counted."""
     many = measurement.demand_if_many
-    return many is not None and many.device_bytes > measurement.gpu.memory_bytes
+    if many is not None and not depends(measurement) and many.device_bytes > measurement.peak.device_bytes:
+        reach = f", up to {format_bytes(many.device_bytes)} by counts that nobody knows"
+    else:
+        reach = ""
+    sizes: Counter[str | None] = Counter()
+    for read in measurement.value_reads:
+        told = many is not None and (read.most is not None or read.taken == "assumed")  # the further run has both ends
+        if read.affects_memory and not told:
+            sizes[read.taken] += read.count
+    if not sizes:
+        return reach
+    ways = [f"{count:,} {_TAKEN[how]}" for how, count in sizes.most_common()]
+    mixed = f": {', '.join(ways)}" if len(ways) > 1 else f" {_TAKEN[next(iter(sizes))]}"
+    return f"{reach}, with {plural(sizes.total(), 'size')} that only a kernel computes{mixed}"
 
 
 def _does_not_fit(measurement: Measurement) -> Headline:

@@ -80,9 +80,15 @@ def next_command(
     ``options`` are those of the run that was measured; the next one keeps them but for the GPU it changes.
     """
     kept = shlex.join(options)
-    others = shlex.join(_without_gpu(options))
+    others = shlex.join(_without(options, "--gpu", "--gpu-file", "--memory"))
     if is_untouched(measurement) and measurement.ended not in ("raised", "exited", "interrupted"):
         return NextCommand(reason="move the model to the GPU in the script, then", command=_run(measurement, kept))
+    if measurement.remedy is not None and measurement.verdict == "unknown":
+        others = shlex.join(_without(options, measurement.remedy.options[0]))
+        return NextCommand(
+            reason=measurement.remedy.reason,
+            command=_run(measurement, shlex.join(measurement.remedy.options), others),
+        )
     if measurement.verdict == "unknown":
         reason = {
             "raised": "mend the script, then",
@@ -96,6 +102,12 @@ def next_command(
             reason=f"see whether it fits {larger_gpu}",
             command=_run(measurement, f"--gpu {shlex.quote(larger_gpu)}", others),
         )
+    if depends(measurement):
+        others = shlex.join(_without(options, "--unknown-counts"))
+        return NextCommand(
+            reason="see what it takes with the largest counts",
+            command=_run(measurement, "--unknown-counts many", others),
+        )
     if measurement.verdict == "does-not-fit":
         reason = "see whether it fits a larger GPU (oomproof gpus lists them)"
     elif saved:
@@ -105,14 +117,23 @@ def next_command(
     return NextCommand(reason=reason, command=_run(measurement, "--gpu NAME", others))
 
 
-def _without_gpu(options: Sequence[str]) -> list[str]:
-    """Return the options without those that say which GPU, each of which takes a value."""
+def _without(options: Sequence[str], *names: str) -> list[str]:
+    """Return the options without those of these names, each of which takes a value.
+
+    With another ``--steps`` goes ``--until-stable``, beside which steps are not looked at.
+    """
     kept, skip = [], False
     for option in options:
-        if not skip and option not in ("--gpu", "--gpu-file", "--memory"):
+        if not skip and option not in names and not (option == "--until-stable" and "--steps" in names):
             kept.append(option)
-        skip = not skip and option in ("--gpu", "--gpu-file", "--memory")
+        skip = not skip and option in names
     return kept
+
+
+def depends(measurement: Measurement) -> bool:
+    """Return whether a run that fits would not with the largest counts of unknown values."""
+    many = measurement.demand_if_many
+    return measurement.verdict == "fits" and many is not None and many.device_bytes > measurement.gpu.memory_bytes
 
 
 def _run(measurement: Measurement, *options: str) -> str:

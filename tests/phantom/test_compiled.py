@@ -30,6 +30,8 @@ def triton() -> None:
 
 def compiled_steps(mode, budget=1.0, checkpointed=False):
     """Return the peaks of three training steps of a small network compiled in this mode."""
+    import gc
+
     import torch
     import torch._functorch.config
     import torch._inductor.config
@@ -52,6 +54,7 @@ def compiled_steps(mode, budget=1.0, checkpointed=False):
 
     torch._inductor.config.compile_threads = 1  # helper processes cost more than they save here
     torch._dynamo.reset()
+    gc.collect()
     torch._functorch.config.activation_memory_budget = budget
     net = Net().cuda()
     step = torch.compile(net, mode=mode)
@@ -178,7 +181,9 @@ def test_autotuning_takes_the_first_of_equals(child: Child, triton: None) -> Non
     script = child.folder / "tuned.py"
     script.write_text(TUNED)
     ended = child.run_script(script)
-    assert ended.result == [512, 4, 8 * MIB + 256 * MIB], ended.stderr
+    block, warps, peak = ended.result
+    assert (block, warps) == (512, 4), ended.stderr
+    assert peak - 8 * MIB in (256 * MIB, 256_000_000), "the second up to Triton 3.0"
 
 
 # ---- CUDA graphs ---------------------------------------------------------------------------------------------------
@@ -242,22 +247,23 @@ def test_pools_are_counted_and_given_back(child: Child, settings: str) -> None:
         first.reset()
         second.reset()
         states.append(held())
-        pool = torch.cuda.MemPool()
-        with torch.cuda.use_mem_pool(pool):
-            kept = torch.zeros(30 << 20, dtype=torch.uint8, device="cuda")
-        del kept
-        states.append(held()[:1])
-        del pool
-        states.append(held())
+        if hasattr(torch.cuda, "MemPool"):  # from torch 2.5 on
+            pool = torch.cuda.MemPool()
+            with torch.cuda.use_mem_pool(pool):
+                kept = torch.zeros(30 << 20, dtype=torch.uint8, device="cuda")
+            del kept
+            states.append(held()[:1])
+            del pool
+            states.append(held())
         return states
 
     env = {"PYTORCH_CUDA_ALLOC_CONF": settings}
-    start, captured, replayed, gone, freed, end = child(body, env=env)
+    start, captured, replayed, gone, *own_pool = child(body, env=env)
     assert captured == replayed
     assert 20 * MIB <= captured[0] - start[0] <= 30 * MIB
     assert captured[2] - start[2] == captured[1] - start[1] >= captured[0] - start[0]
-    assert gone == end == start
-    assert freed[0] == start[0]
+    assert gone == start
+    assert own_pool in ([], [start[:1], start])
 
 
 def test_what_the_driver_keeps_for_a_graph_is_told(measure: Measure) -> None:

@@ -30,8 +30,6 @@ def triton() -> None:
 
 def compiled_steps(mode, budget=1.0, checkpointed=False):
     """Return the peaks of three training steps of a small network compiled in this mode."""
-    import gc
-
     import torch
     import torch._functorch.config
     import torch._inductor.config
@@ -54,7 +52,6 @@ def compiled_steps(mode, budget=1.0, checkpointed=False):
 
     torch._inductor.config.compile_threads = 1  # helper processes cost more than they save here
     torch._dynamo.reset()
-    gc.collect()
     torch._functorch.config.activation_memory_budget = budget
     net = Net().cuda()
     step = torch.compile(net, mode=mode)
@@ -69,33 +66,39 @@ def compiled_steps(mode, budget=1.0, checkpointed=False):
     return peaks
 
 
-def test_observing_changes_nothing_in_compiled_code(child: Child, triton: None) -> None:
+def test_observing_changes_nothing_in_compiled_code(child: Child, triton: None, version: tuple[int, ...]) -> None:
     """The peaks of each step are the same with and without observer, in each mode, and so from run to run."""
 
-    def body():
-        return {
-            "default": compiled_steps(None),
-            "graphs": compiled_steps("reduce-overhead"),
-            "budget": compiled_steps(None, budget=0.2),
-            "checkpoint": compiled_steps(None, checkpointed=True),
-        }
+    def body(modes):
+        return {name: compiled_steps(*how) for name, how in modes.items()}
 
-    options: dict[str, Any] = {"uses": [compiled_steps], "gpu": "a100-80gb", "steps": None}
-    bare = child(body, observe=False, **options)
+    modes = {
+        "default": (None,), "graphs": ("reduce-overhead",), "budget": (None, 0.2), "checkpoint": (None, 1.0, True),
+    }  # fmt: skip
+    # torch 2.4's compiled code holds the parameters, and stacks that are recorded with a block hold the code: there the
+    # next model in one process finds those of the last
+    processes = [modes] if version >= (2, 5) else [{name: how} for name, how in modes.items()]
+
+    def peaks(**observed: Any) -> dict[str, list[int]]:
+        options: dict[str, Any] = {"uses": [compiled_steps], "gpu": "a100-80gb", "steps": None, **observed}
+        return {name: found for part in processes for name, found in child(body, part, **options).items()}
+
+    bare = peaks(observe=False)
     assert bare["budget"][4] < bare["default"][4], "recomputation keeps less"
     assert bare["graphs"][4] < bare["graphs"][0], "a replayed graph allocates nothing"
     for values in ("mirror", "keep"):
-        assert child(body, observe=True, values=values, **options) == bare
+        assert peaks(observe=True, values=values) == bare
 
 
-def test_a_compiled_model_is_reported(measure: Measure, triton: None) -> None:
+def test_a_compiled_model_is_reported(measure: Measure, triton: None, version: tuple[int, ...]) -> None:
     """Steps, phase, module and parts of a compiled model's peak are told; generated code has no path in the report."""
 
     def body():
         compiled_steps(None)
 
     found = measure(body, uses=[compiled_steps], gpu="a100-80gb")
-    assert (found.verdict, found.steps, found.value_reads) == ("fits", 3, ())
+    assert (found.verdict, found.steps) == ("fits", 3)
+    assert not found.value_reads or version < (2, 5), "there, Inductor reads constants whole"
     assert found.peak.phase in ("forward", "backward", "optimizer")
     assert found.breakdown is not None
     assert found.breakdown.total_bytes() == found.peak.allocated_bytes
@@ -107,8 +110,12 @@ def test_a_compiled_model_is_reported(measure: Measure, triton: None) -> None:
 
 
 @pytest.mark.parametrize("observed", [{"observe": False}, {"observe": True, "values": "keep"}, {"observe": True}])
-def test_constants_are_folded_as_on_a_gpu(child: Child, triton: None, observed: dict[str, Any]) -> None:
+def test_constants_are_folded_as_on_a_gpu(
+    child: Child, triton: None, version: tuple[int, ...], observed: dict[str, Any]
+) -> None:
     """Inductor reads a graph's constants back from the GPU; it gets what they are, not zeros or what lay there."""
+    if version < (2, 5):
+        pytest.skip("torch 2.4 makes constants at full size; of more than 4,096 floats the values are not kept")
 
     def body():
         import torch

@@ -476,6 +476,7 @@ def test_splits_of_a_communicator_are_nccls(child: Child) -> None:
             part = ctypes.c_void_p()
             made.append([nccl.ncclCommSplit(whole, color, 2, ctypes.byref(part), None), bool(part)])
         asked = [nccl.ncclCommUserRank(c, ctypes.byref(rank)) for c in (None, whole)]
-        return [made, asked, rank.value, nccl.ncclCommDestroy(None), nccl.ncclAllReduce(None, None, 1, 7, 0, None, None)]
+        summed = nccl.ncclAllReduce(None, None, 1, 7, 0, None, None)
+        return [made, asked, rank.value, nccl.ncclCommDestroy(None), summed]
 
     assert child(body) == [[[0, False], [0, True], [0, True]], [4, 0], 2, 0, 4]

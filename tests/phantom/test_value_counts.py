@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from child import has_module
 from phantom_child import in_child
 
 pytestmark = pytest.mark.phantom
@@ -298,27 +299,19 @@ def test_choices_of_few_rows_stay_unknown(lines: Any) -> None:
     ) == [0, [["aten::_local_scalar_dense (int64)", None]], [False]]
 
 
+@pytest.mark.skipif(not has_module("torchvision"), reason="torchvision is not installed beside the tested torch")
 def test_boxes_that_suppress_each_other(lines: Any) -> None:
     """Non-maximum suppression of unknown boxes keeps one or all; of few known ones what the CPU keeps."""
     code = """
-        try:
-            from torchvision.ops import nms
-        except ImportError:
-            nms = None
-        if nms is None:
-            result = None
-        else:
-            known = torch.tensor([[0.0, 0, 10, 10], [1, 1, 10, 10], [20, 20, 30, 30]]), torch.tensor([0.9, 0.8, 0.7])
-            kept = nms(*(t.cuda() for t in known), 0.5)
-            untold = len(unknown)
-            boxes, scores = torch.rand(2000, 4, device="cuda"), torch.rand(2000, device="cuda")
-            result = [kept.tolist(), untold, nms(boxes, scores, 0.5).numel(), bounds[-1][:3]]
+        from torchvision.ops import nms
+        known = torch.tensor([[0.0, 0, 10, 10], [1, 1, 10, 10], [20, 20, 30, 30]]), torch.tensor([0.9, 0.8, 0.7])
+        kept = nms(*(t.cuda() for t in known), 0.5)
+        untold = len(unknown)
+        boxes, scores = torch.rand(2000, 4, device="cuda"), torch.rand(2000, device="cuda")
+        result = [kept.tolist(), untold, nms(boxes, scores, 0.5).numel(), bounds[-1][:3]]
         """
     for many, count in ((False, 1), (True, 2000)):
-        found = lines(code, many=many)
-        if found is None:
-            pytest.skip("torchvision is not installed beside the tested torch")
-        assert found == [[0, 2], 0, count, ["torchvision::nms", 1, 2000]]
+        assert lines(code, many=many) == [[0, 2], 0, count, ["torchvision::nms", 1, 2000]]
 
 
 @pytest.mark.usefixtures("transformers")

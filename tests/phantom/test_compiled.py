@@ -66,23 +66,28 @@ def compiled_steps(mode, budget=1.0, checkpointed=False):
     return peaks
 
 
-def test_observing_changes_nothing_in_compiled_code(child: Child, triton: None) -> None:
+def test_observing_changes_nothing_in_compiled_code(child: Child, triton: None, version: tuple[int, ...]) -> None:
     """The peaks of each step are the same with and without observer, in each mode, and so from run to run."""
 
-    def body():
-        return {
-            "default": compiled_steps(None),
-            "graphs": compiled_steps("reduce-overhead"),
-            "budget": compiled_steps(None, budget=0.2),
-            "checkpoint": compiled_steps(None, checkpointed=True),
-        }
+    def body(modes):
+        return {name: compiled_steps(*how) for name, how in modes.items()}
 
-    options: dict[str, Any] = {"uses": [compiled_steps], "gpu": "a100-80gb", "steps": None}
-    bare = child(body, observe=False, **options)
+    modes = {
+        "default": (None,), "graphs": ("reduce-overhead",), "budget": (None, 0.2), "checkpoint": (None, 1.0, True),
+    }  # fmt: skip
+    # torch 2.4's compiled code holds the parameters, and stacks that are recorded with a block hold the code: there the
+    # next model in one process finds those of the last
+    processes = [modes] if version >= (2, 5) else [{name: how} for name, how in modes.items()]
+
+    def peaks(**observed: Any) -> dict[str, list[int]]:
+        options: dict[str, Any] = {"uses": [compiled_steps], "gpu": "a100-80gb", "steps": None, **observed}
+        return {name: found for part in processes for name, found in child(body, part, **options).items()}
+
+    bare = peaks(observe=False)
     assert bare["budget"][4] < bare["default"][4], "recomputation keeps less"
     assert bare["graphs"][4] < bare["graphs"][0], "a replayed graph allocates nothing"
     for values in ("mirror", "keep"):
-        assert child(body, observe=True, values=values, **options) == bare
+        assert peaks(observe=True, values=values) == bare
 
 
 def test_a_compiled_model_is_reported(measure: Measure, triton: None) -> None:
@@ -178,7 +183,9 @@ def test_autotuning_takes_the_first_of_equals(child: Child, triton: None) -> Non
     script = child.folder / "tuned.py"
     script.write_text(TUNED)
     ended = child.run_script(script)
-    assert ended.result == [512, 4, 8 * MIB + 256 * MIB], ended.stderr
+    block, warps, peak = ended.result
+    assert (block, warps) == (512, 4), ended.stderr
+    assert peak - 8 * MIB in (256 * MIB, 256_000_000), "the second up to Triton 3.0"
 
 
 # ---- CUDA graphs ---------------------------------------------------------------------------------------------------
@@ -242,22 +249,23 @@ def test_pools_are_counted_and_given_back(child: Child, settings: str) -> None:
         first.reset()
         second.reset()
         states.append(held())
-        pool = torch.cuda.MemPool()
-        with torch.cuda.use_mem_pool(pool):
-            kept = torch.zeros(30 << 20, dtype=torch.uint8, device="cuda")
-        del kept
-        states.append(held()[:1])
-        del pool
-        states.append(held())
+        if hasattr(torch.cuda, "MemPool"):  # from torch 2.5 on
+            pool = torch.cuda.MemPool()
+            with torch.cuda.use_mem_pool(pool):
+                kept = torch.zeros(30 << 20, dtype=torch.uint8, device="cuda")
+            del kept
+            states.append(held()[:1])
+            del pool
+            states.append(held())
         return states
 
     env = {"PYTORCH_CUDA_ALLOC_CONF": settings}
-    start, captured, replayed, gone, freed, end = child(body, env=env)
+    start, captured, replayed, gone, *own_pool = child(body, env=env)
     assert captured == replayed
     assert 20 * MIB <= captured[0] - start[0] <= 30 * MIB
     assert captured[2] - start[2] == captured[1] - start[1] >= captured[0] - start[0]
-    assert gone == end == start
-    assert freed[0] == start[0]
+    assert gone == start
+    assert own_pool in ([], [start[:1], start])
 
 
 def test_what_the_driver_keeps_for_a_graph_is_told(measure: Measure) -> None:

@@ -451,3 +451,32 @@ def test_the_exponential_takes_the_longest_way(child: Child) -> None:
     assert one >= 9  # powers and partial sums of degree 18
     assert one == single
     assert abs(four - one) < 3
+
+
+def test_splits_of_a_communicator_are_nccls(child: Child) -> None:
+    """Only color -1 leaves a rank out, and no communicator at all is refused: torch 2.4 relies on both."""
+
+    def body():
+        import ctypes
+
+        import torch
+
+        torch.zeros(1, device="cuda")
+        nccl = ctypes.CDLL("libnccl.so.2")
+
+        class Id(ctypes.Structure):
+            _fields_ = [("text", ctypes.c_char * 128)]
+
+        name, whole, rank = Id(), ctypes.c_void_p(), ctypes.c_int(-7)
+        nccl.ncclGetUniqueId(ctypes.byref(name))
+        nccl.ncclCommInitRank.argtypes = [ctypes.c_void_p, ctypes.c_int, Id, ctypes.c_int]
+        nccl.ncclCommInitRank(ctypes.byref(whole), 4, name, 2)
+        made = []
+        for color in (-1, -5, 3):
+            part = ctypes.c_void_p()
+            made.append([nccl.ncclCommSplit(whole, color, 2, ctypes.byref(part), None), bool(part)])
+        asked = [nccl.ncclCommUserRank(c, ctypes.byref(rank)) for c in (None, whole)]
+        summed = nccl.ncclAllReduce(None, None, 1, 7, 0, None, None)
+        return [made, asked, rank.value, nccl.ncclCommDestroy(None), summed]
+
+    assert child(body) == [[[0, False], [0, True], [0, True]], [4, 0], 2, 0, 4]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from child import Child, has_module
+
+from oomproof.measure.measurement import Measurement
 
 
 def watched(train):
@@ -163,3 +166,32 @@ def test_the_mirror_leaves_composite_operators_alone(child: Child) -> None:
     bare = child(body)
     assert bare == 2.0, "the input made contiguous, and the output"
     assert child(body, observe=True, steps=None, values="mirror") == bare
+
+
+def test_a_gradient_within_forward_does_not_end_it(measure: Callable[..., Measurement]) -> None:
+    """What a module allocates after autograd.grad in its own forward pass is kept for backward: activations."""
+
+    def body():
+        import torch
+
+        class Penalised(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(1024, 1024)
+
+            def forward(self, x):
+                x.requires_grad_()
+                (slope,) = torch.autograd.grad(self.layer(x).sum(), x)
+                return self.layer(slope).tanh().exp().sum()
+
+        net = Penalised().cuda()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(2):
+            net(torch.randn(8192, 1024, device="cuda")).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    parts = measure(body).breakdown
+    assert parts is not None
+    assert parts.activation_bytes >= 2 * 32 << 20, "what tanh and exp saved"
+    assert parts.unknown_bytes < 1 << 20

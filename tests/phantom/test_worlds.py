@@ -78,7 +78,7 @@ TENSOR = """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed._tensor import Shard  # torch.distributed.tensor from 2.5 on
 mesh = init_device_mesh("cuda", (size // 8, 8), mesh_dim_names=("data", "tensor"))
 class Block(nn.Module):
     def __init__(self):
@@ -96,7 +96,8 @@ model = parallelize_module(Block().cuda(), mesh["tensor"], {
 optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(2):
     with loss_parallel():
-        logits = model(torch.randn(2, 64 // 8, 1024, device="cuda"))
+        x = torch.randn(2, 64 // 8, 1024, device="cuda", requires_grad=True)  # 2.4 has no norm without
+        logits = model(x)
         F.cross_entropy(logits.flatten(0, 1), torch.zeros(128, dtype=torch.int64, device="cuda")).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -127,7 +128,9 @@ PIPELINE = """
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 dist.init_process_group("nccl")
 stage_layers = layers(1 + 2 * (rank == 1)).cuda()
-stage = PipelineStage(stage_layers, rank, size, torch.device("cuda", local))
+# 2.4 wants to be told what a stage gets
+given = {"input_args": torch.empty(8, 1024, device="cuda")} if torch.__version__ < (2, 5) else {}
+stage = PipelineStage(stage_layers, rank, size, torch.device("cuda", local), **given)
 schedule = Schedule1F1B(stage, n_microbatches=size, loss_fn=lambda out, target: out.sum())
 optimizer = torch.optim.AdamW(stage_layers.parameters())
 for _ in range(2):
@@ -212,8 +215,14 @@ def measured(folder: Path, code: str, **options: Any) -> Measurement:
         "context", "ZeroRedundancyOptimizer", "objects, rank 0", "objects, rank 4",
     ],
 )  # fmt: skip
-def test_a_rank_trains_without_the_others(tmp_path: Path, code: str, size: int, rank: int) -> None:
+def test_a_rank_trains_without_the_others(
+    tmp_path: Path, version: tuple[int, ...], code: str, size: int, rank: int
+) -> None:
     """The script ends as it would among its peers, and its peak is measured."""
+    if code is CONTEXT and version < (2, 5):
+        pytest.skip("torch.distributed.tensor.experimental.context_parallel came with torch 2.5")
+    if code is SYMMETRIC and version < (2, 5):
+        pytest.skip("torch.distributed._symmetric_memory came with torch 2.5")
     found = measured(tmp_path, code, world_size=size, rank=rank)
     assert found.verdict == "fits", found.notes
     assert (found.world.size, found.world.rank, found.steps) == (size, rank, 2)
@@ -247,8 +256,10 @@ def test_worst_measures_each_pipeline_stage(tmp_path: Path) -> None:
     assert found.verdict == "fits", found.notes
 
 
-def test_a_stage_learns_its_shapes_from_the_stages_before_it(tmp_path: Path) -> None:
+def test_a_stage_learns_its_shapes_from_the_stages_before_it(tmp_path: Path, version: tuple[int, ...]) -> None:
     """Rank 3 alone: the ranks before it are run to hear what they send."""
+    if version < (2, 5):
+        pytest.skip("in torch 2.4 the script itself tells a stage its shapes")
     alone = measured(tmp_path, PIPELINE, world_size=4, rank=3)
     among = measured(tmp_path, PIPELINE, world_size=4, ranks=[0, 1, 2, 3])
     row = next(r for r in among.ranks if r.rank == 3)

@@ -209,8 +209,9 @@ class Hooks:
         self.in_backward = False
         if not self.hooked_optimizer or self.in_optimizer:
             self._label_gradients()
-        self.phase = "optimizer" if self.in_optimizer else "other"
-        self.observer.mark(self.phase, None)
+        stack = getattr(self.local, "stack", None)  # a gradient within forward; torch 2.4 traces one when it compiles
+        self.phase = "optimizer" if self.in_optimizer else before if stack else "other"
+        self.observer.mark(self.phase, stack[-1] if stack else None)
         self._sample_gradients()
 
     # ---- optimizers ------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -184,10 +185,57 @@ def cover_constant_folding(mirror: Any) -> None:
                 method = vars(folder).get(name)
                 if method is not None and not hasattr(method, "__wrapped__"):
                     setattr(folder, name, _covered(method, mirror))
+        if not hasattr(UniformValueConstantFolder, "_deduce_value"):
+            _follow_constants(UniformValueConstantFolder, mirror.known)
         if not hasattr(pad_mm.set_cached_should_pad, "__wrapped__"):
             pad_mm.set_cached_should_pad = _noting_padding(pad_mm.set_cached_should_pad)
 
     _before_compiling(cover)
+
+
+def _follow_constants(folder: Any, known: Any) -> None:
+    """Torch 2.4 makes constants at full size, of which no values are kept: follow them, one element each on the CPU."""
+    from torch.fx.node import map_arg
+
+    run_node, check = folder.run_node, folder.insertable_tensor_check
+    if hasattr(check, "__wrapped__"):
+        return
+    aten = torch.ops.aten
+    views = (
+        aten.alias, aten.expand, aten.permute, aten.slice, aten.squeeze, aten.t, aten.unsqueeze, aten.view,
+    )  # fmt: skip
+
+    def element_of(node: Any, elements: dict[Any, Any]) -> Any:
+        inputs = node.all_input_nodes
+        if node.op != "call_function" or any(elements.get(n) is None for n in inputs):
+            return None
+        if node.target == aten.full.default:
+            return None if inputs else torch.full([1], node.args[1], dtype=node.kwargs.get("dtype"))
+        if getattr(node.target, "overloadpacket", None) in views:
+            return elements[node.args[0]]
+        if inputs and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            given = {name: value for name, value in node.kwargs.items() if name != "device"}
+            args, kwargs = map_arg((node.args, given), elements.get)
+            with contextlib.suppress(RuntimeError):  # the CPU lacks some operators for some types
+                return node.target(*args, **kwargs)
+        return None
+
+    def run(self: Any, node: Any) -> Any:
+        elements = vars(self).setdefault("elements", {})
+        self.element = elements[node] = element_of(node, elements)
+        return run_node(self, node)
+
+    @functools.wraps(check)
+    def insertable(self: Any, tensor: Any) -> bool:
+        element = self.element
+        if element is None or element.dtype != tensor.dtype or not tensor.numel() or not tensor.is_contiguous():
+            return bool(check(self, tensor))
+        (tensor == tensor.flatten()[0]).all()  # what the check allocates, without its read
+        tensor[(0,) * tensor.dim()].copy_(element[0])  # the folder reads this one
+        known.add(tensor, bytes(element.view(torch.uint8).tolist()))
+        return bool(torch._C._has_storage(tensor)) and tensor.layout == torch.strided
+
+    folder.run_node, folder.insertable_tensor_check = run, insertable
 
 
 def _noting_padding(set_decision: Any) -> Any:

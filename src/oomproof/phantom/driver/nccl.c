@@ -19,6 +19,14 @@
 /* From 2.22 on connections, and so their buffers, are made at the first use (NCCL_RUNTIME_CONNECT=1). */
 #define LAZY_VERSION 22200
 
+#define SPLIT_NO_COLOR (-1)
+
+/* As NCCL refuses no communicator at all. Torch 2.4 asks for the rank of what a split without a color left NULL, and
+ * does not look at the answer. */
+#define INVALID_ARGUMENT 4
+#define NEEDS(communicator) \
+    do { if ((communicator) == NULL) return INVALID_ARGUMENT; } while (0)
+
 struct communicator {
     int ranks, rank, device;
     int in_kind;      /* its peers do not exist, or live in this process */
@@ -126,11 +134,12 @@ API int ncclCommInitAll(void **made, int count, const int *devices) {
 
 API int ncclCommSplit(void *communicator, int color, int key, void **made, void *config) {
     TRACE();
+    NEEDS(communicator);
     (void)config;
     struct communicator *parent = communicator;
     uint64_t words[] = {parent->id, parent->splits++, (uint64_t)color};
     *made = NULL;
-    if (color < 0) return 0;
+    if (color == SPLIT_NO_COLOR) return 0; /* other negative ones are colors: torch 2.4 hashes ranks into 64 bits */
     int ranks = oom_split_ranks() > 0 ? oom_split_ranks() : parent->ranks;
     return new_communicator(made, ranks, key, hash(words, sizeof words, 14695981039346656037ull), parent->in_kind);
 }
@@ -138,6 +147,7 @@ API int ncclCommSplit(void *communicator, int color, int key, void **made, void 
 API int ncclCommDestroy(void *communicator) {
     TRACE();
     struct communicator *gone = communicator;
+    if (gone == NULL) return 0;
     if (gone->charged) oom_discharge(gone->device, lowest_bytes(gone));
     free(gone->sent);
     free(gone->received);
@@ -150,25 +160,28 @@ API int ncclCommAbort(void *communicator) { return ncclCommDestroy(communicator)
 
 API int ncclCommCount(void *communicator, int *count) {
     TRACE();
+    NEEDS(communicator);
     *count = ((struct communicator *)communicator)->ranks;
     return 0;
 }
 
 API int ncclCommUserRank(void *communicator, int *rank) {
     TRACE();
+    NEEDS(communicator);
     *rank = ((struct communicator *)communicator)->rank;
     return 0;
 }
 
 API int ncclCommCuDevice(void *communicator, int *device) {
     TRACE();
+    NEEDS(communicator);
     *device = ((struct communicator *)communicator)->device;
     return 0;
 }
 
 API int ncclCommGetAsyncError(void *communicator, int *status) {
     TRACE();
-    (void)communicator;
+    NEEDS(communicator);
     *status = 0;
     return 0;
 }
@@ -181,12 +194,12 @@ API int ncclMemAlloc(void **pointer, size_t size) {
 
 API int ncclMemFree(void *pointer) {
     TRACE();
-    return oom_free(pointer, NULL) == 0 ? 0 : 4;
+    return oom_free(pointer, NULL) == 0 ? 0 : INVALID_ARGUMENT;
 }
 
 API int ncclCommRegister(void *communicator, void *buffer, size_t size, void **handle) {
     TRACE();
-    (void)communicator;
+    NEEDS(communicator);
     oom_event(OOM_EVENT_COMMUNICATION, buffer, size, "NCCL");
     *handle = buffer;
     return 0;
@@ -194,7 +207,8 @@ API int ncclCommRegister(void *communicator, void *buffer, size_t size, void **h
 
 API int ncclRedOpCreatePreMulSum(int *operation, void *scalar, int type, int residence, void *communicator) {
     TRACE();
-    (void)scalar, (void)type, (void)residence, (void)communicator;
+    NEEDS(communicator);
+    (void)scalar, (void)type, (void)residence;
     *operation = 5;
     return 0;
 }
@@ -453,6 +467,7 @@ static int run_queue(void) {
 
 static int add(enum kind kind, const void *from, void *to, size_t count, int type, int reduction, int peer,
                void *communicator) {
+    NEEDS(communicator);
     if (queued == capacity) {
         capacity = capacity ? 2 * capacity : FIRST_QUEUE;
         queue = realloc(queue, capacity * sizeof *queue);

@@ -100,7 +100,7 @@ class Tape:
             events=self.event,
             peak_event=event,
             allocated_bytes=allocated + slack,
-            reserved_bytes=max(point.reserved_bytes for point in self.points),
+            reserved_bytes=max(allocated + slack, *(point.reserved_bytes for point in self.points)),
             limit_bytes=T4.memory_bytes,
             blocks=tuple(sorted(known, key=lambda block: -block.size_bytes)),
             slack_bytes=slack,

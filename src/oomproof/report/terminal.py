@@ -49,7 +49,7 @@ class Report:
         after = next_command(self.measurement, saved=self.saved, larger_gpu=self.larger_gpu, options=self.options)
         blocks = Group(*self._blocks(view), Text(f"\nNext: {after.reason}:", "dim"))
         for line in console.render_lines(blocks, options.update(width=width), pad=False):
-            yield from _stripped(line)
+            yield from stripped(line)
             yield Segment.line()
         # on one line, whatever its length: the terminal wraps it, and it can be copied
         yield Text(f"  {view.clean(after.command)}", "bold", no_wrap=True, overflow="ignore")
@@ -90,7 +90,7 @@ def _run(view: View) -> list[Section]:
     return [("Run", Group(command, Text(view.clean(facts), "dim", overflow="fold")))]
 
 
-def _stripped(line: list[Segment]) -> list[Segment]:
+def stripped(line: list[Segment]) -> list[Segment]:
     """Return the line without the blanks that rich fills tables with: reports end up in logs and diffs."""
     kept = list(line)
     while kept and not kept[-1].text.rstrip(" "):

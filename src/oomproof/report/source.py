@@ -1,0 +1,42 @@
+"""What the reports about memory read: a file's profile, and the Measurement beside it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass
+
+from oomproof.capture import read_capture, read_profile
+from oomproof.errors import CaptureError
+from oomproof.measure.measurement import Measurement
+from oomproof.measure.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One file, read."""
+
+    path: str
+    profile: Profile
+    measurement: Measurement | None  # None: the file is no capture, so there is no verdict and no command
+
+    @property
+    def quoted(self) -> str:
+        """Return the path as a person would type it."""
+        return shlex.quote(self.path)
+
+
+def load(path: str | os.PathLike[str]) -> Source:
+    """Read the profile at ``path``.
+
+    Raises UsageError when there is no such file, CaptureError when it is damaged or has no profile.
+    """
+    measured = read_capture(path)
+    profile = read_profile(path)
+    if profile is None:
+        command = shlex.join(measured.command) or "train.py"
+        raise CaptureError(
+            f"{path} has no profile: it is saved --json output, or an earlier oomproof wrote it; "
+            f"measure again with `oomproof run -o FILE.oomp -- {command}`"
+        )
+    return Source(path=os.fspath(path), profile=profile, measurement=measured)

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from oomproof.cli import doctor, gpus, report, run, table, tree
+from oomproof.cli import doctor, gpus, report, run, table, timeline, tree
 from oomproof.errors import EXIT_FAILED, EXIT_FITS, EXIT_INTERRUPTED, EXIT_USAGE, OomproofError
 
 #: Base of typer's own complaints: click's ClickException. Newer typers carry a click of their own, so it is found
@@ -26,6 +26,7 @@ app.command("run", context_settings={"allow_interspersed_args": False}, epilog=r
 app.command("report")(report.main)
 app.command("tree")(tree.main)
 app.command("table")(table.main)
+app.command("timeline")(timeline.main)
 app.command("gpus")(gpus.main)
 app.command("doctor")(doctor.main)
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.text import Text
 
 from oomproof.measure.profile import Block
-from oomproof.report.blocks import colour, line, module_path, words
+from oomproof.report.blocks import NO_MODULE, NO_STACK, colour, line, module_path, words
 from oomproof.report.sheet import Body, Sheet
 from oomproof.report.source import Source
 from oomproof.report.tree import headline
@@ -20,6 +20,8 @@ from oomproof.units import format_bytes
 
 LIMIT = 25
 UNKNOWN = "?"
+SAYS_NOTHING = frozenset((UNKNOWN, "", "? - never", "? - later", "unknown", NO_STACK))
+SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt"}
 
 
 def _largest_first(block: Block) -> Any:
@@ -49,15 +51,17 @@ def ordered(blocks: Sequence[Block], sort: str) -> list[Block]:
 
 
 def born(block: Block) -> str:
-    """Return when a block was made, "2 forward"; UNKNOWN when nobody knows."""
-    return " ".join(str(part) for part in (block.step, block.phase) if part is not None) or UNKNOWN
+    """Return when a block was made, "2 fwd"; UNKNOWN when nobody knows."""
+    return _when(block.step, block.phase) or UNKNOWN
 
 
 def freed(block: Block) -> str:
-    """Return when a block was given back, "2 backward"; "never" when it outlived the record."""
-    if block.freed is None:
-        return "never"
-    return " ".join(str(part) for part in (block.freed_step, block.freed_phase) if part is not None) or "later"
+    """Return when a block was given back, "2 bwd"; "never" when it outlived the record."""
+    return "never" if block.freed is None else _when(block.freed_step, block.freed_phase) or "later"
+
+
+def _when(step: int | None, phase: str | None) -> str:
+    return " ".join(str(part) for part in (step, SHORT.get(phase or "", phase)) if part is not None)
 
 
 def shape(block: Block) -> str:
@@ -119,8 +123,8 @@ def body(source: Source, blocks: Sequence[Block], sort: str) -> Body:
     profile = source.profile
 
     def lines(sheet: Sheet) -> Iterator[Text]:
-        order = "the largest first" if sort == "size" else f"by {sort}"
-        yield headline(source, f"{len(blocks):,} of them, {order}" if len(blocks) < len(profile.blocks) else order)
+        order = "largest first" if sort == "size" else f"by {sort}"
+        yield headline(source, f"{len(blocks):,} shown, {order}" if len(blocks) < len(profile.blocks) else order)
         if not blocks:
             yield Text("no block was seen there")
             return
@@ -151,12 +155,12 @@ def _table(sheet: Sheet, blocks: Sequence[Block], whole_bytes: int) -> Iterator[
         ]
         for b in blocks
     ]
-    heads = ["size", "", "category", "what", "shape", "dtype", "step born - freed", "line"]
-    most = [10, 4, 15, 34, 18, 10, 26, 34]
-    least = [10, 4, 10, 16, 9, 7, 16, 16]
+    heads = ["size", "", "category", "what", "shape", "dtype", "born - freed", "line"]
+    most = [10, 4, 15, 40, 18, 10, 20, 40]
+    least = [10, 4, 10, 16, 9, 7, 13, 16]
     cut_left = {3, 7}
     kept = [
-        i for i in range(len(heads)) if i == 0 or any(row[i] not in (UNKNOWN, "? - never", "unknown") for row in cells)
+        i for i in range(len(heads)) if i == 0 or any(row[i] not in SAYS_NOTHING for row in cells)
     ]
     needed = {i: min(most[i], max(len(heads[i]), *(len(row[i]) for row in cells))) for i in kept}
     for drop in (1, 5, 4, 6, 7):  # by how little they are missed
@@ -169,7 +173,7 @@ def _table(sheet: Sheet, blocks: Sequence[Block], whole_bytes: int) -> Iterator[
         more = max(0, min(spare, needed[i] - widths[i]))
         widths[i] += more
         spare -= more
-    yield _line([(sheet.cut(heads[i], widths[i]), "dim") for i in kept])
+    yield _line([(heads[i].rjust(widths[i]) if i <= 1 else sheet.cut(heads[i], widths[i]), "dim") for i in kept])
     for block, row in zip(blocks, cells, strict=True):
         styles = {2: colour(block.category), 3: "bold", 1: "dim", 6: "dim", 7: "dim"}
         yield _line(
@@ -181,9 +185,9 @@ def _table(sheet: Sheet, blocks: Sequence[Block], whole_bytes: int) -> Iterator[
 
 
 def _of(block: Block) -> str:
-    """Return what stands for a block without a name: its module, or how it came to be there."""
+    """Return what stands for a block without a name: the module it serves."""
     path = module_path(block)
-    return path if block.module is None else f"in {path}"
+    return "" if path == NO_MODULE else f"in {path}"
 
 
 def _line(parts: Sequence[tuple[str, str | None]]) -> Text:

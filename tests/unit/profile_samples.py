@@ -68,9 +68,7 @@ class Tape:
         self.totals[CATEGORIES.index(category)] += size
 
     def _point(self) -> None:
-        self.points.append(
-            Point(self.event, 10 * self.event, self.step, self.phase, self.reserved, tuple(self.totals))
-        )
+        self.points.append(Point(self.event, 10 * self.event, self.step, self.phase, self.reserved, tuple(self.totals)))
 
     def end_step(self) -> None:
         """Close the step with a row."""
@@ -198,9 +196,7 @@ def training(
         tape.end_step()
     growth = ()
     if leak_bytes and steps >= 3:
-        growth = (
-            Growth(("train.py:33 log", *main), None, "unknown", steps, steps * leak_bytes, steps, 1, steps),
-        )
+        growth = (Growth(("train.py:33 log", *main), None, "unknown", steps, steps * leak_bytes, steps, 1, steps),)
     return tape.profile(growth=growth)
 
 
@@ -215,9 +211,7 @@ def from_snapshot(**changes: Any) -> Profile:
         for block in known.blocks
     )  # fmt: skip
     points = tuple(
-        point._replace(
-            step=None, phase=None, category_bytes=(*[0] * (len(CATEGORIES) - 1), sum(point.category_bytes))
-        )
+        point._replace(step=None, phase=None, category_bytes=(*[0] * (len(CATEGORIES) - 1), sum(point.category_bytes)))
         for point in known.points
     )
     segments = tuple(row._replace(step=None) for row in known.segments)
@@ -265,9 +259,7 @@ def measured(profile: Profile, **changes: Any) -> Measurement:
             allocated_bytes=top.allocated_bytes, reserved_bytes=top.reserved_bytes, device_bytes=top.device_bytes
         ),
         "breakdown": Breakdown(**{f"{name}_bytes": size for name, size in zip(CATEGORIES, totals, strict=True)}),
-        "outside": Outside(
-            cached_bytes=profile.reserved_bytes - profile.allocated_bytes, context_bytes=100 * MIB
-        ),
+        "outside": Outside(cached_bytes=profile.reserved_bytes - profile.allocated_bytes, context_bytes=100 * MIB),
         "per_step": tuple(measured_step(row.step, sum(row.category_bytes)) for row in profile.steps),
         "steps": len(profile.steps),
     }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from oomproof.capture import read_capture, read_profile
 from oomproof.errors import CaptureError
+from oomproof.gpus import all_gpus
 from oomproof.measure.measurement import Measurement
 from oomproof.measure.profile import Profile
 
@@ -24,6 +25,20 @@ class Source:
     def quoted(self) -> str:
         """Return the path as a person would type it."""
         return shlex.quote(self.path)
+
+    def run_again(self, *options: str, gpu: str | None = None) -> str:
+        """Return the command that measures the same script once more, for ``gpu`` or the GPU it was measured for."""
+        measured = self.measurement
+        script = shlex.join(measured.command) if measured is not None and measured.command else "train.py"
+        return " ".join(("oomproof run -o FILE.oomp", *options, "--gpu", gpu or self._gpu_key(), "--", script))
+
+    def _gpu_key(self) -> str:
+        measured = self.measurement
+        if measured is not None:
+            for gpu in all_gpus():
+                if (gpu.name, gpu.memory_bytes) == (measured.gpu.name, measured.gpu.memory_bytes):
+                    return shlex.quote(gpu.key)
+        return "NAME"
 
 
 def load(path: str | os.PathLike[str]) -> Source:

@@ -159,9 +159,7 @@ def _table(sheet: Sheet, blocks: Sequence[Block], whole_bytes: int) -> Iterator[
     most = [10, 4, 15, 40, 18, 10, 20, 40]
     least = [10, 4, 10, 16, 9, 7, 13, 16]
     cut_left = {3, 7}
-    kept = [
-        i for i in range(len(heads)) if i == 0 or any(row[i] not in SAYS_NOTHING for row in cells)
-    ]
+    kept = [i for i in range(len(heads)) if i == 0 or any(row[i] not in SAYS_NOTHING for row in cells)]
     needed = {i: min(most[i], max(len(heads[i]), *(len(row[i]) for row in cells))) for i in kept}
     for drop in (1, 5, 4, 6, 7):  # by how little they are missed
         if sum(min(needed[i], least[i]) + 2 for i in kept) - 2 <= sheet.width:

@@ -13,7 +13,7 @@ NO_MODULE = "(no module)"
 NO_STACK = "(no stack recorded)"
 ROUNDING = "(rounding)"  # blocks are larger than what was asked for
 
-LETTERS = {name: letter for name, letter in zip(CATEGORIES, "PGOAIBWTCU", strict=True)}
+LETTERS = dict(zip(CATEGORIES, "PGOAIBWTCU", strict=True))
 _OWNED = ("parameter", "gradient", "optimizer_state", "buffer")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -117,7 +118,7 @@ def body(found: Difference, allowed_bytes: int) -> Body:
         for peak in (found.allocated, found.reserved):
             yield _row(peak, f"{peak.name:15}", bold=True)
         for title, changes in (
-            ("by category", [c for c in found.categories]),
+            ("by category", [dataclasses.replace(c, name=words(c.name)) for c in found.categories]),
             ("by module, * stands for all layers", found.modules),
             ("by line", found.lines),
         ):
@@ -163,8 +164,7 @@ def _row(change: Change, name: str, *, bold: bool = False) -> Text:
 def _list(sheet: Sheet, changes: Sequence[Change]) -> Iterator[Text]:
     for change in changes[:ROWS]:
         text = _row(change, " " * 15)
-        name = words(change.name)
-        text.append("  " + sheet.cut(name, max(8, sheet.width - text.cell_len - 2), left=True).rstrip())
+        text.append("  " + sheet.cut(change.name, max(8, sheet.width - text.cell_len - 2), left=True).rstrip())
         yield text
     rest = changes[ROWS:]
     if rest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from rich.text import Text
@@ -104,7 +104,7 @@ def _reserved_growth(later: Sequence[StepRow]) -> int:
     """Return by how much reserved grew over the later steps, 0 unless it did so again and again on its own."""
     if len(later) < FEW:
         return 0
-    grew = sum(b.reserved_bytes > a.reserved_bytes for a, b in zip(later, later[1:], strict=False))
+    grew = sum(b.reserved_bytes > a.reserved_bytes for a, b in pairwise(later))
     growth = later[-1].reserved_bytes - later[0].reserved_bytes
     allocated = high(later[-1]) - high(later[0])
     if grew < 2 or growth < 2 * MIB or allocated > NOISE * high(later[0]) or later[-1].reserved_bytes == 0:

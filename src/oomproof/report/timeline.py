@@ -103,7 +103,6 @@ def _feet(columns: Sequence[Point]) -> Iterator[Text]:
     marks = _Line(len(columns))
     phases = _Line(len(columns))
     before: int | None = None
-    at = 0
     runs = []
     for span in spans([point._replace(event=i) for i, point in enumerate(columns)]):
         runs.append((span.step, span.phase, span.first_event, span.last_event + 1 - span.first_event))
@@ -151,8 +150,8 @@ def _legend(
     yield text
     ends = Text(f"{dash} reserved {format_bytes(max(point.reserved_bytes for point in points))} at most")
     if profile.limit_bytes is not None:
-        size = format_bytes(profile.limit_bytes)
-        ends.append(f"   {double} the GPU's memory {size}" if within else f"   the GPU's memory, {size}, lies above")
+        gpu = format_bytes(profile.limit_bytes)
+        ends.append(f"   {double} the GPU's memory {gpu}" if within else f"   the GPU's memory, {gpu}, lies above")
     yield ends
     yield Text("from left to right: allocations and frees in their order, not time", "dim")
 

@@ -14,7 +14,16 @@ from rich.text import Text
 
 from oomproof.measure.profile import Block, Profile
 from oomproof.report.blocks import (
-    NO_MODULE, NO_STACK, ROUNDING, colour, has_modules, module_path, owner, shares, split_module, words,
+    NO_MODULE,
+    NO_STACK,
+    ROUNDING,
+    colour,
+    has_modules,
+    module_path,
+    owner,
+    shares,
+    split_module,
+    words,
 )  # fmt: skip
 from oomproof.report.sheet import Body, Sheet
 from oomproof.report.source import Source

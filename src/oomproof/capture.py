@@ -60,7 +60,7 @@ def write_capture(
     text = json.dumps(measurement.to_json(), indent=2, allow_nan=False).encode() + b"\n"
     if len(text) > MAX_MEASUREMENT_BYTES:
         raise CaptureError(f"{path}: the measurement is over 64 MiB of JSON; measure fewer steps with --steps")
-    with _replacing(Path(path)) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+    with replacing(Path(path)) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(_member(MEASUREMENT_MEMBER), text)
         if profile is not None:
             archive.writestr(_member(PROFILE_MEMBER), json.dumps(profile.to_json(), separators=(",", ":")).encode())
@@ -202,13 +202,13 @@ def _open_snapshot(snapshot: bytes | Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a temporary file in the folder of ``path`` that takes its place once whole and on disk."""
     target = Path(os.path.realpath(path))  # a link stays a link
     temporary = target.with_name(f".oomproof-{secrets.token_hex(6)}.tmp")
     try:
         if target.exists() and not target.is_file():  # /dev/null must not be renamed away
-            raise UsageError(f"{path} is no regular file; name a file for the capture, such as run.oomp")
+            raise UsageError(f"{path} is no regular file; name a file such as run.oomp")
         with open(temporary, "xb") as file:
             yield file
             file.flush()

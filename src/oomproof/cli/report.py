@@ -1,4 +1,4 @@
-"""``oomproof report``: the report of a saved capture."""
+"""``oomproof report``: the report of a saved capture, on the terminal, as JSON or as a page."""
 
 from __future__ import annotations
 
@@ -11,17 +11,40 @@ from rich.console import Console
 
 from oomproof.capture import read_capture
 from oomproof.cli.run import larger_gpu
+from oomproof.errors import UsageError
 from oomproof.report.json_output import to_json_text
+from oomproof.report.source import load
 from oomproof.report.terminal import print_report
+from oomproof.units import format_bytes
 
 
 def main(
     capture: Annotated[Path, typer.Argument(help="A capture written by `oomproof run -o`, or saved --json output.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write one HTML page with charts to this file.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the measurement as JSON.")] = False,
 ) -> None:
-    """Show the report of a saved capture; needs no torch."""
+    """Show the report of a saved capture, or write it as a page that works offline; needs no torch."""
+    if output is not None:
+        if json:
+            raise UsageError("--json prints JSON and -o writes a page; give one of them")
+        _write(capture, output)
+        return
     measured = read_capture(capture)
     if json:
         sys.stdout.write(to_json_text(measured))
     else:
         print_report(measured, Console(), saved=True, larger_gpu=larger_gpu(measured))
+
+
+def _write(capture: Path, output: Path) -> None:
+    from oomproof.report.page.files import page, write_page
+
+    if output.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"-o {output}: the page is HTML; name a file that ends in .html")
+    source = load(capture)
+    larger = None if source.measurement is None else larger_gpu(source.measurement)
+    text = page(source, larger)
+    write_page(output, text)
+    print(f"{output}: {format_bytes(len(text.encode()))}, works offline\n\nNext: open it in a browser:\n  {output.resolve().as_uri()}")

@@ -1,0 +1,73 @@
+"""Putting the page together from its files, and writing it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from html import escape
+from importlib.resources import files as package_files
+from pathlib import Path
+from string import Template
+
+import oomproof
+from oomproof.capture import replacing
+from oomproof.report.page import parts
+from oomproof.report.page.data import page_data
+from oomproof.report.source import Source
+from oomproof.report.words import clean
+
+
+def page(source: Source, larger_gpu: str | None = None) -> str:
+    """Return the page of one file. ``larger_gpu`` is the GPU to advise where this one is too small.
+
+    Its content security policy allows nothing to be loaded, and no script to run but the two that are in it.
+    """
+    from plotly.offline import get_plotlyjs  # half a second, which the other verbs need not wait for
+
+    plotly: str = get_plotlyjs()
+    script = _file("page.js")
+    profile, measured = source.profile, source.measurement
+    title = " ".join(measured.command) if measured is not None else source.path
+    data = page_data(profile)
+    return Template(_file("page.html")).substitute(
+        policy=escape(_policy(plotly, script)),
+        title=escape(clean(title, limit=80)),
+        css=_file("page.css"),
+        verdict=parts.verdict(source),
+        figures=parts.figures(source),
+        breakdown=parts.breakdown(profile),
+        steps=parts.steps(source),
+        unknown=parts.unknowns(source),
+        next=parts.following(source, larger_gpu),
+        data=_json_for_html(data),
+        plotly=plotly,
+        script=script,
+        made_by=escape(f"oomproof {oomproof.__version__}"),
+    )
+
+
+def write_page(path: str | os.PathLike[str], text: str) -> None:
+    """Write the page to ``path`` in one atomic step. Raises UsageError when the place cannot be written."""
+    with replacing(Path(path)) as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
+
+
+def _file(name: str) -> str:
+    return package_files("oomproof.report.page").joinpath(name).read_text(encoding="utf-8")
+
+
+def _policy(*scripts: str) -> str:
+    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _json_for_html(data: object) -> str:
+    """Return JSON that cannot end the element it stands in, or begin a comment there."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

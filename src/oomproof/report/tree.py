@@ -60,7 +60,12 @@ class Node:
 
     def ordered(self) -> list[Node]:
         """Return the branches below, the biggest first."""
-        return sorted(self.children.values(), key=lambda node: (-node.size_bytes, node.name))
+        return sorted(self.children.values(), key=_place)
+
+
+def _place(node: Node) -> tuple[int, int, str]:
+    """Return what puts the biggest first, and equal layers in their order."""
+    return -node.size_bytes, int(node.name) if _numbered(node) else -1, node.name
 
 
 def build(profile: Profile, by: str) -> Node:
@@ -128,9 +133,13 @@ def alike(nodes: list[Node]) -> list[Node]:
     """Return the branches with equal layers as one: "0 to 23", with their sum."""
     groups: dict[object, list[Node]] = {}
     for node in nodes:
-        groups.setdefault(_shape(node) if node.name.isdecimal() else id(node), []).append(node)
+        groups.setdefault(_shape(node) if _numbered(node) else id(node), []).append(node)
     rows = [group[0] if len(group) == 1 else _merged(group) for group in groups.values()]
-    return sorted(rows, key=lambda node: (-node.size_bytes, node.name))
+    return sorted(rows, key=_place)
+
+
+def _numbered(node: Node) -> bool:
+    return node.name.isascii() and node.name.isdecimal() and len(node.name) < 9
 
 
 def _shape(node: Node) -> object:

@@ -101,6 +101,8 @@ def _tree(root: Node, by: str) -> dict[str, list[Any]]:
         categories.append(mixed)
         if level >= LEVELS:
             return
+        if by == "module" and not node.children and len(mixed) > 1:
+            _split(node)
         ordered = node.ordered()
         shown = [child for child in ordered[:BRANCHES] if child.size_bytes >= SMALL * root.size_bytes]
         if len(shown) == len(ordered) - 1:
@@ -118,6 +120,14 @@ def _tree(root: Node, by: str) -> dict[str, list[Any]]:
 
     add(root, -1, 0)
     return {"names": names, "parents": parents, "bytes": sizes, "blocks": counts, "categories": categories}
+
+
+def _split(node: Node) -> None:
+    """Give a module without modules a branch for each category."""
+    for category, size_bytes in node.categories.items():
+        branch = Node(name=words(category))
+        branch.add(category, size_bytes, 0)
+        node.children[branch.name] = branch
 
 
 def _blocks(profile: Profile) -> dict[str, Any]:

@@ -14,6 +14,8 @@
     return element;
   }
   function digits(number, places) {
+    const scaled = number * 10 ** places; // a half goes to the even digit, as in the rest of the page
+    if (Math.abs(scaled % 1) === 0.5) number = (2 * Math.round(scaled / 2)) / 10 ** places;
     return number.toLocaleString("en-US", { minimumFractionDigits: places, maximumFractionDigits: places });
   }
   function size(bytes) {
@@ -75,9 +77,7 @@
       $("thinned").textContent = ` ${curve.x.length.toLocaleString("en-US")} of ${curve.of.toLocaleString("en-US")} points are drawn; every peak is among them.`;
     }
     zoomButtons();
-    drawCurve();
     read(curve.peak);
-    redraws.push(drawCurve);
   }
   function stepRanges() {
     const found = [];
@@ -98,7 +98,7 @@
       button.addEventListener("click", () => {
         for (const other of box.children) other.setAttribute("aria-pressed", String(other === button));
         range = to;
-        Plotly.relayout("curve", to ? { "xaxis.range": [...to] } : { "xaxis.autorange": true });
+        if (window.Plotly) Plotly.relayout("curve", to ? { "xaxis.range": [...to] } : { "xaxis.autorange": true });
       });
       box.append(button);
     };
@@ -218,7 +218,7 @@
       button.addEventListener("click", () => {
         shown.set(key, !shown.get(key));
         button.setAttribute("aria-pressed", String(shown.get(key)));
-        drawCurve();
+        if (window.Plotly) drawCurve();
       });
       return button;
     }));
@@ -230,35 +230,58 @@
   let as = "chart";
   const told = (tree, i) => tree.categories[i].slice(0, 4)
     .map(([category, bytes]) => `${data.categories[category].name} ${share(bytes, tree.bytes[i])}`).join(", ");
-  function boxes(tree, type, more) {
-    const colour = (i) => (tree.categories[i].length ? data.categories[tree.categories[i][0][0]].colour : "#9a9a9a");
+  const levels = {}; // chart -> the box that fills it
+  function boxes(tree, type, id, more) {
+    const whole = tree.bytes[Number(levels[id] || 0)];
+    const own = (i) => tree.categories[i].length > 0 && tree.categories[i][0][1] >= 0.95 * tree.bytes[i];
+    const colour = (i) => (own(i) ? data.categories[tree.categories[i][0][0]].colour : style("--branch"));
+    const inside = tree.names.map((_, i) => (own(i) ? "#10151c" : style("--ink")));
     return Object.assign({
-      type, ids: tree.names.map((_, i) => String(i)), labels: tree.names.map((name) => plain(cut(name, 60))),
-      parents: tree.parents.map((i) => (i < 0 ? "" : String(i))), values: tree.bytes, branchvalues: "total", sort: true,
-      marker: { colors: tree.names.map((_, i) => colour(i)), line: { width: 1, color: style("--sheet") } },
-      text: tree.bytes.map(size), textinfo: "label+text", textposition: "middle left",
-      insidetextfont: { size: 12, color: "#10151c" }, outsidetextfont: { color: style("--ink") },
+      type, ids: tree.names.map((_, i) => String(i)), labels: tree.names.map((name) => plain(cut(name, 60))), level: levels[id] || "",
+      parents: tree.parents.map((i) => (i < 0 ? "" : String(i))), values: tree.bytes, branchvalues: "total", sort: false,
+      marker: { colors: tree.names.map((_, i) => colour(i)), line: { width: 1, color: style("--sheet") } }, leaf: { opacity: 1 },
+      text: tree.bytes.map(size), insidetextfont: { size: 12, color: inside }, outsidetextfont: { color: style("--ink") },
+      // In a narrow box there is room for the name alone.
+      texttemplate: tree.bytes.map((bytes) => (bytes > (type === "icicle" ? 0.06 : 0.012) * whole ? "%{label}<br>%{text}" : "%{label}")),
       customdata: tree.names.map((name, i) => [
-        plain(wrapped(name)), size(tree.bytes[i]), share(tree.bytes[i], tree.bytes[0]), plain(told(tree, i)), tree.blocks[i].toLocaleString("en-US"),
+        plain(wrapped(name)), size(tree.bytes[i]), share(tree.bytes[i], tree.bytes[0]), plain(told(tree, i)), tree.blocks[i] ? `<br>${tree.blocks[i].toLocaleString("en-US")} blocks` : "",
       ]),
-      hovertemplate: "<b>%{customdata[0]}</b><br>%{customdata[1]}, %{customdata[2]}<br>%{customdata[3]}<br>%{customdata[4]} blocks<extra></extra>",
+      hovertemplate: "<b>%{customdata[0]}</b><br>%{customdata[1]}, %{customdata[2]}<br>%{customdata[3]}%{customdata[4]}<extra></extra>",
     }, more);
+  }
+  function drawBoxes(tree, type, id, more) {
+    Plotly.react(id, [boxes(tree, type, id, Object.assign({
+      pathbar: { visible: true, thickness: 26, side: "top", textfont: { size: 12 } },
+    }, more))], layout({ margin: { l: 0, r: 0, t: levels[id] ? 30 : 2, b: 4 }, uniformtext: { minsize: 10, mode: "hide" } }), CONFIG);
+    const chart = $(id);
+    if (chart.dataset.listens) return;
+    chart.dataset.listens = "1";
+    chart.on(`plotly_${type}click`, (event) => {
+      if (event.nextLevel === undefined) return false;
+      levels[id] = event.nextLevel === "0" ? "" : event.nextLevel;
+      setTimeout(id === "icicle" ? drawIcicle : drawTreemap);
+      return false;
+    });
   }
   function wrapped(text) {
     const most = small.matches ? 42 : 90;
     return text.length <= most ? text : text.slice(0, most / 2) + " … " + text.slice(-most / 2);
   }
   function drawIcicle() {
-    if (!by) return hide("where");
     const tree = data.trees[by];
     $("icicle").hidden = as === "list";
     $("icicle-help").hidden = as === "list";
     $("list").hidden = as === "chart";
     if (as === "list") return drawList(tree);
-    Plotly.react("icicle", [boxes(tree, "icicle", {
-      textposition: "middle center", tiling: { orientation: "v", pad: 1 }, maxdepth: small.matches ? 5 : 7,
-      pathbar: { visible: true, thickness: 26, side: "top", textfont: { size: 12 } },
-    })], layout({ margin: { l: 0, r: 0, t: 30, b: 4 }, uniformtext: { minsize: 10, mode: "hide" } }), CONFIG);
+    if (!window.Plotly) return;
+    drawBoxes(tree, "icicle", "icicle", {
+      textposition: "middle center", tiling: { orientation: "v", pad: 1 }, maxdepth: Math.min(depthBelow(tree, Number(levels.icicle || 0)), small.matches ? 6 : 9),
+    });
+  }
+  function depthBelow(tree, top) {
+    const depth = new Map([[top, 1]]); // parents come before their children
+    tree.parents.forEach((parent, i) => { if (depth.has(parent)) depth.set(i, depth.get(parent) + 1); });
+    return Math.max(...depth.values());
   }
   function drawList(tree) {
     const below = new Map();
@@ -279,7 +302,7 @@
   }
   for (const [key, label] of ORDERS) {
     const button = make("button", label, { type: "button", "aria-pressed": String(key === by), "data-by": key });
-    button.addEventListener("click", () => { by = key; press($("by"), button); drawIcicle(); });
+    button.addEventListener("click", () => { by = key; levels.icicle = ""; press($("by"), button); drawIcicle(); });
     $("by").append(button);
   }
   for (const button of $("as").children) {
@@ -289,11 +312,9 @@
     for (const button of box.children) button.setAttribute("aria-pressed", String(button === pressed));
   }
   function drawTreemap() {
-    if (!data.trees.states) return hide("states");
-    Plotly.react("treemap", [boxes(data.trees.states, "treemap", {
-      textposition: "top left", tiling: { pad: 2 }, maxdepth: 5, marker: Object.assign(boxes(data.trees.states, "treemap").marker, { pad: { t: 22, l: 3, r: 3, b: 3 } }),
-      pathbar: { visible: true, thickness: 26, side: "top", textfont: { size: 12 } },
-    })], layout({ margin: { l: 0, r: 0, t: 30, b: 4 }, uniformtext: { minsize: 10, mode: "hide" } }), CONFIG);
+    drawBoxes(data.trees.states, "treemap", "treemap", {
+      textposition: "top left", tiling: { pad: 2 }, maxdepth: 5,
+    });
   }
   // Charts below the first screen are drawn when they are about to be seen.
   function later(id, draw) {
@@ -305,9 +326,19 @@
     }, { rootMargin: "600px" });
     watch.observe($(id));
   }
-  later("where", drawIcicle);
-  later("states", drawTreemap);
+  if (!by) hide("where");
   if (!data.trees.states) hide("states");
+  // The text is there at once; the charts' library, of 5 MB, is run after it has been painted.
+  function startCharts() {
+    const library = document.createElement("script");
+    library.textContent = $("plotly").textContent; // the policy has its digest
+    document.head.append(library);
+    $("plotly").remove();
+    if (curve) later("timeline", drawCurve);
+    if (by) later("where", drawIcicle);
+    if (data.trees.states) later("states", drawTreemap);
+    document.documentElement.dataset.charts = String(Math.round(performance.now()));
+  }
 
   // ---- The blocks
   const table = data.blocks;
@@ -315,16 +346,16 @@
   const COLUMNS = [
     ["size", (r) => r[0], (r) => size(r[0]), "number keep"],
     ["category", (r) => data.categories[r[1]].name, null, "keep"],
-    ["what", (r) => word(r, 2) || (word(r, 5) ? "in " + word(r, 5) : ""), null, ""],
+    ["what", (r) => word(r, 2) || (word(r, 5) ? "in " + word(r, 5) : ""), null, "what"],
     ["shape", (r) => word(r, 3), null, "wide"],
     ["dtype", (r) => word(r, 4), null, "wide keep"],
-    ["module", (r) => word(r, 5), null, "wide"],
     ["born", (r) => r[9], (r) => word(r, 6), "wide keep"],
     ["freed", (r) => word(r, 7), null, "wide keep"],
-    ["line", (r) => word(r, 8).split("\n")[0], null, ""],
+    ["line", (r) => word(r, 8).split("\n")[0], null, "line"],
   ].filter(([name, value, show]) => ["size", "line"].includes(name) || table.rows.some((r) => (show || value)(r)));
   let order = [COLUMNS[0], -1];
-  let most = 50;
+  const few = small.matches ? 20 : 40;
+  let most = few;
   function found() {
     const wanted = $("search").value.toLowerCase().split(/\s+/).filter(Boolean);
     const rows = table.rows.filter((row) => {
@@ -382,7 +413,7 @@
     document.querySelector("#rows thead").replaceChildren(line);
   }
   if (table.rows.length) {
-    $("search").addEventListener("input", () => { most = 50; drawRows(); });
+    $("search").addEventListener("input", () => { most = few; drawRows(); });
     $("more").addEventListener("click", () => { most += 200; drawRows(); });
     drawHead();
     drawRows();
@@ -403,12 +434,16 @@
     });
   }
   const redraw = () => {
-    if (curve) document.querySelector(".legend").replaceChildren(), read(curve.peak);
+    if (curve) {
+      document.querySelector(".legend").replaceChildren();
+      read(curve.peak);
+    }
     for (const draw of redraws) draw();
   };
   dark.addEventListener("change", redraw);
   small.addEventListener("change", redraw);
-  addEventListener("beforeprint", redraw);
-  addEventListener("afterprint", redraw);
+  addEventListener("beforeprint", () => { document.documentElement.dataset.paper = ""; redraw(); });
+  addEventListener("afterprint", () => { delete document.documentElement.dataset.paper; redraw(); });
   document.documentElement.dataset.ready = String(Math.round(performance.now()));
+  requestAnimationFrame(() => setTimeout(startCharts));
 })();

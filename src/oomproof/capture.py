@@ -99,6 +99,30 @@ def read_profile(path: str | os.PathLike[str]) -> Profile | None:
         raise CaptureError(f"{path}: {error}") from None
 
 
+def copy_snapshot(path: str | os.PathLike[str], target: str | os.PathLike[str]) -> bool:
+    """Copy the memory snapshot in the capture at ``path`` to ``target`` as PyTorch wrote it; False when it has none.
+
+    Nothing is unpickled. Raises as ``read_capture`` does, and UsageError when ``target`` cannot be written.
+    """
+    read_capture(path)  # it is a capture, and says what is wrong if not
+    if not zipfile.is_zipfile(path):
+        return False
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if SNAPSHOT_MEMBER not in archive.namelist():
+                return False
+            with archive.open(SNAPSHOT_MEMBER) as source:
+                head = source.read(2)
+                if head != b"\x80\x04":
+                    raise CaptureError(f"{path}: its snapshot is no pickle of protocol 4; write the capture anew")
+                with replacing(Path(target)) as sink:
+                    sink.write(head)
+                    shutil.copyfileobj(source, sink, 2**20)
+    except _DAMAGE:
+        raise CaptureError(f"{path}: its snapshot is cut short or damaged; copy the capture again") from None
+    return True
+
+
 def _contents(path: str | os.PathLike[str], member: str, limit_bytes: int) -> bytes | None:
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):

@@ -47,6 +47,5 @@ def _write(capture: Path, output: Path) -> None:
     larger = None if source.measurement is None else larger_gpu(source.measurement)
     text = page(source, larger)
     write_page(output, text)
-    print(
-        f"{output}: {format_bytes(len(text.encode()))}, works offline\n\nNext: open it in a browser:\n  {output.resolve().as_uri()}"
-    )
+    print(f"{output}: {format_bytes(output.stat().st_size)}, works offline")
+    print(f"\nNext: open it in a browser:\n  {output.resolve().as_uri()}")

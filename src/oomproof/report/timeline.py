@@ -139,15 +139,18 @@ def _legend(
     sheet: Sheet, points: Sequence[Point], profile: Profile, within: bool, dash: str, double: str
 ) -> Iterator[Text]:
     top = max(points, key=allocated)
-    text = Text()
-    for category, size in zip(CATEGORIES, top.category_bytes, strict=True):
-        if any(point.category_bytes[CATEGORIES.index(category)] for point in points):
-            if text:
-                text.append("  ")
-            text.append(LETTERS[category], f"bold {colour(category)}")
-            text.append(f"\u00a0{words(category)}\u00a0{format_bytes(size)}".replace(" ", "\u00a0"))
-    text.append("  at the highest point", "dim")
-    yield text
+    yield Text("at the highest point", "dim")
+    line = Text()
+    for number, category in enumerate(CATEGORIES):
+        if not any(point.category_bytes[number] for point in points):
+            continue
+        entry = Text(LETTERS[category], f"bold {colour(category)}")
+        entry.append(f" {words(category)} {format_bytes(top.category_bytes[number])}", "not bold default")
+        if line and line.cell_len + 3 + entry.cell_len > sheet.width:
+            yield line
+            line = Text()
+        line.append("   " if line else "").append_text(entry)
+    yield line
     ends = Text(f"{dash} reserved {format_bytes(max(point.reserved_bytes for point in points))} at most")
     if profile.limit_bytes is not None:
         gpu = format_bytes(profile.limit_bytes)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from oomproof.capture import copy_snapshot, replacing
-from oomproof.errors import UsageError
+from oomproof.errors import CaptureError
 from oomproof.report.export.perfetto import to_perfetto
 from oomproof.report.export.speedscope import to_speedscope
 from oomproof.report.source import load
@@ -17,12 +17,12 @@ def export(
 ) -> list[tuple[Path, str]]:
     """Write the files asked for, and return each with where it opens.
 
-    Raises UsageError when the capture has no snapshot for ``memory_viz``; nothing is written then.
+    Raises CaptureError when the capture has no snapshot for ``memory_viz``; nothing is written then.
     """
     written = []
     if memory_viz is not None:  # first, since it is what may be missing
         if not copy_snapshot(path, memory_viz):
-            raise UsageError(
+            raise CaptureError(
                 f"{path} has no memory snapshot; measure again with `oomproof run --snapshot -o FILE.oomp -- …`"
             )
         written.append((memory_viz, "https://docs.pytorch.org/memory_viz"))

@@ -1,4 +1,4 @@
-"""The curve for https://ui.perfetto.dev, in the trace-event format: counters by category, slices for steps and phases."""
+"""The curve for https://ui.perfetto.dev, as trace events: counters by category, slices for steps and phases."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@
     return Object.assign({
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false,
       font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: style("--ink") },
-      hoverlabel: { bgcolor: style("--sheet"), bordercolor: style("--line"), font: { color: style("--ink"), size: 13 }, align: "left" },
+      hoverlabel: { bgcolor: style("--sheet"), bordercolor: style("--quiet"), font: { color: style("--ink"), size: 13 }, align: "left" },
     }, more);
   }
   const redraws = [];

@@ -201,7 +201,8 @@ def following(source: Source, larger_gpu: str | None) -> str:
     """Return the next commands, each with a button that copies it."""
     rows = "".join(
         f"<li><p>{text(item.reason[:1].upper() + item.reason[1:])}</p>"
-        f'<div class="command"><code>{text(item.command)}</code><button type="button" class="copy">Copy</button></div></li>'
+        f'<div class="command"><code>{text(item.command)}</code>'
+        '<button type="button" class="copy">Copy</button></div></li>'
         for item in advice(source, larger_gpu)
     )
     return f'<section id="next"><h2>What to try next</h2><ul class="next">{rows}</ul></section>'

@@ -1,0 +1,109 @@
+"""What the steps show: leaks, fragmentation, peaks that vary."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from profile_samples import bare, from_snapshot, training, written
+from rich.console import Console
+
+from oomproof.measure.profile import Growth, Profile
+from oomproof.report import steps
+from oomproof.report.sheet import print_sheet
+from oomproof.report.source import load
+from oomproof.units import MIB
+
+LEAKING = training(steps=8, leak_bytes=24 * MIB)
+FRAGMENTING = training(steps=8, fragment_bytes=60 * MIB)
+
+
+def shown(path: Path) -> str:
+    """Return the findings as text, without colour."""
+    console = Console(width=80, record=True, file=io.StringIO(), color_system=None)
+    source = load(path)
+    found = steps.examine(source.profile)
+    print_sheet(steps.body(source, found), steps.after(source, found), console)
+    return console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("profile", "state"),
+    [
+        (training(), "steady"),
+        (training(steps=2), "too-few-steps"),
+        (training(steps=1), "too-few-steps"),
+        (LEAKING, "leaks"),
+        (FRAGMENTING, "fragments"),
+        (training(steps=6, vary=True), "varies"),
+        (from_snapshot(), "no-steps"),
+        (bare(), "no-steps"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_state(profile: Profile, state: str) -> None:
+    """Each fault is told from the others."""
+    assert steps.examine(profile).state == state
+
+
+def test_leak_names_the_line_and_the_rate(tmp_path: Path) -> None:
+    """A leak is told with its bytes per step, its line, and when the GPU would be full."""
+    found = steps.examine(LEAKING)
+    assert found.leak_bytes_per_step == 24 * MIB
+    assert LEAKING.limit_bytes is not None
+    assert found.steps_until_full == (LEAKING.limit_bytes - LEAKING.reserved_bytes) // (24 * MIB)
+    text = shown(written(tmp_path / "a.oomp", LEAKING))
+    assert "LEAKS  24.0 MiB more in each step" in text
+    assert "train.py:33 log" in text
+    assert f"about {found.steps_until_full} steps" in text
+
+
+def test_a_cache_that_has_filled_is_no_leak() -> None:
+    """What stopped growing before the last steps is told, but not as a leak."""
+    filled = Growth(("cache.py:3 get",), None, "unknown", 3, 3 * MIB, 3, 1, 3)
+    found = steps.examine(training(steps=8)._replace(growth=(filled,)))
+    assert found.state == "steady"
+    assert found.settled == (filled,)
+
+
+def test_fragmentation_names_the_lines(tmp_path: Path) -> None:
+    """Growing reserved memory is told by the lines that asked for segments after the first steps."""
+    found = steps.examine(FRAGMENTING)
+    assert found.reserved_growth_bytes == 6 * 60 * MIB
+    assert found.places[0].stack[0] == "data.py:7 collate"
+    assert found.places[0].size_bytes == 6 * 60 * MIB
+    text = shown(written(tmp_path / "a.oomp", FRAGMENTING))
+    assert "data.py:7 collate" in text
+    assert "expandable_segments:True oomproof run -o FILE.oomp --gpu t4 -- python train.py" in text
+
+
+def test_the_first_step_is_compared_with_the_last() -> None:
+    """Optimizer states appear in the first step's end, so the second peaks higher by them."""
+    found = steps.examine(training())
+    assert dict(found.changes) == {"optimizer_state": found.first_to_steady_bytes}
+
+
+def test_json_has_each_step(tmp_path: Path) -> None:
+    """JSON has a row for each step, and the leak with its whole stack."""
+    source = load(written(tmp_path / "a.oomp", LEAKING))
+    data = json.loads(steps.to_json_text(source, steps.examine(source.profile)))
+    assert [row["step"] for row in data["steps"]] == list(range(1, 9))
+    assert data["leaks"][0]["bytes_per_step"] == 24 * MIB
+    assert data["leaks"][0]["stack"][0] == "train.py:33 log"
+
+
+def test_many_steps_are_folded(tmp_path: Path) -> None:
+    """Of many different steps the first, the last and the highest are shown."""
+    known = training(steps=3)
+    rows = tuple(
+        known.steps[1]._replace(
+            step=n, end_allocated_bytes=n, category_bytes=(n * MIB if n != 50 else 1000 * MIB,) * 10
+        )
+        for n in range(1, 101)
+    )
+    text = shown(written(tmp_path / "a.oomp", known._replace(steps=rows)))
+    assert "step 50 " in text
+    assert "step 100 " in text
+    assert len(text.splitlines()) < 40

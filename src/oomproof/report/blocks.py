@@ -64,6 +64,21 @@ def line(stack: Stack) -> str:
     return stack[0] if stack else NO_STACK
 
 
+def short_line(frame: str, cells: int) -> str:
+    """Return a line as fully as fits: "a/b.py:12 step", else "b.py:12 step", else "b.py:12"."""
+    if len(frame) <= cells:
+        return frame
+    frame = base_name(frame)
+    place, _, _ = frame.partition(" ")
+    return frame if len(frame) <= cells or ":" not in place else place
+
+
+def base_name(frame: str) -> str:
+    """Return "b.py:12 step" of "a/b.py:12 step"."""
+    place, blank, function = frame.partition(" ")
+    return place.rpartition("/")[2] + blank + function
+
+
 def has_modules(profile: Profile) -> bool:
     """Return whether any block's module is known; of a snapshot none is."""
     return any(owner(block) is not None for block in profile.blocks)
@@ -86,7 +101,7 @@ def shares(sizes: Mapping[str, int], room: int, dots: str) -> str:
     """Return "activation 62 %, gradient 20 %", the largest first, as many as there is room for."""
     total = sum(sizes.values())
     found = sorted(((size, name) for name, size in sizes.items() if size > 0), key=lambda item: -item[0])
-    if len(found) == 1:
+    if len(found) == 1 or (found and share(found[0][0], total) == "100 %"):
         return words(found[0][1])
     text = ""
     for number, (size, name) in enumerate(found):

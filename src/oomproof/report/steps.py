@@ -19,6 +19,7 @@ from oomproof.units import MIB, format_bytes
 
 FEW = 3  # steps that a trend needs
 NOISE = 0.01  # of the peak: a smaller change between steps is the allocator's choice of blocks
+TRIFLE = 0.001  # of the peak
 ROWS = 6
 PLACES = 6
 STACK_LINES = 3
@@ -214,8 +215,13 @@ def _first(found: Findings) -> Iterator[Text]:
     yield Text()
     side = "below" if change > 0 else "above"
     text = Text(f"the first step peaks {format_bytes(abs(change))} {side} the last: ")
-    text.append(", ".join(f"{words(name)} {signed(size)}" for name, size in found.changes[:4]))
+    text.append(", ".join(f"{words(name)} {signed(size)}" for name, size in told_changes(found)))
     yield text
+
+
+def told_changes(found: Findings) -> list[tuple[str, int]]:
+    """Return the categories that differ between the first and the last step by more than rounding does."""
+    return [item for item in found.changes if abs(item[1]) >= TRIFLE * high(found.rows[-1])] or list(found.changes[:1])
 
 
 def signed(size_bytes: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.text import Text
 
 from oomproof.measure.profile import Block
-from oomproof.report.blocks import NO_MODULE, NO_STACK, colour, line, module_path, words
+from oomproof.report.blocks import NO_MODULE, NO_STACK, colour, line, module_path, short_line, words
 from oomproof.report.sheet import Body, Sheet
 from oomproof.report.source import Source
 from oomproof.report.tree import headline
@@ -146,7 +146,7 @@ def _table(sheet: Sheet, blocks: Sequence[Block], whole_bytes: int) -> Iterator[
         [
             format_bytes(b.size_bytes),
             share(b.size_bytes, whole_bytes),
-            words(b.category),
+            words(b.category).removesuffix(" state"),
             sheet.clean(b.name or _of(b)),
             shape(b),
             sheet.clean(b.dtype or UNKNOWN),
@@ -157,8 +157,7 @@ def _table(sheet: Sheet, blocks: Sequence[Block], whole_bytes: int) -> Iterator[
     ]
     heads = ["size", "", "category", "what", "shape", "dtype", "born - freed", "line"]
     most = [10, 4, 15, 40, 18, 10, 20, 40]
-    least = [10, 4, 10, 16, 9, 7, 13, 16]
-    cut_left = {3, 7}
+    least = [10, 4, 10, 16, 9, 7, 14, 20]
     kept = [i for i in range(len(heads)) if i == 0 or any(row[i] not in SAYS_NOTHING for row in cells)]
     needed = {i: min(most[i], max(len(heads[i]), *(len(row[i]) for row in cells))) for i in kept}
     for drop in (1, 5, 4, 6, 7):  # by how little they are missed
@@ -174,12 +173,13 @@ def _table(sheet: Sheet, blocks: Sequence[Block], whole_bytes: int) -> Iterator[
     yield _line([(heads[i].rjust(widths[i]) if i <= 1 else sheet.cut(heads[i], widths[i]), "dim") for i in kept])
     for block, row in zip(blocks, cells, strict=True):
         styles = {2: colour(block.category), 3: "bold", 1: "dim", 6: "dim", 7: "dim"}
-        yield _line(
-            [
-                (row[i].rjust(widths[i]) if i <= 1 else sheet.cut(row[i], widths[i], left=i in cut_left), styles.get(i))
-                for i in kept
-            ]
-        )
+        yield _line([(_cell(sheet, i, row[i], widths[i]), styles.get(i)) for i in kept])
+
+
+def _cell(sheet: Sheet, column: int, text: str, cells: int) -> str:
+    if column <= 1:
+        return text.rjust(cells)
+    return sheet.cut(short_line(text, cells) if column == 7 else text, cells, left=column == 3)
 
 
 def _of(block: Block) -> str:

@@ -17,6 +17,7 @@ from oomproof.report.blocks import (
     NO_MODULE,
     NO_STACK,
     ROUNDING,
+    base_name,
     colour,
     has_modules,
     module_path,
@@ -34,6 +35,7 @@ WAYS = ("module", "stack", "category")
 DEPTH = {"module": 4, "stack": 8, "category": 4}
 LEVELS = 64  # a name with more dots than any model has is no reason to overflow a stack
 CHILDREN = 8
+NEARLY_ALL = 0.995  # of a branch: what is left is too little to be told
 SMALL = 0.01  # of the peak: smaller branches are folded
 FIGURES = 19  # cells before the names
 ROOM_FOR_CATEGORIES = 50
@@ -117,16 +119,17 @@ def joined(node: Node, by: str) -> Node:
     """Return the node with what is below it, if that is all there is in it: "transformer.h", "step, from main"."""
     names = [node.name]
     first = node
-    while len(node.children) == 1:
-        (child,) = node.children.values()
-        if child.size_bytes != node.size_bytes:
+    while node.children:
+        child = max(node.children.values(), key=lambda child: child.size_bytes)
+        if child.size_bytes < NEARLY_ALL * node.size_bytes or node.alike > 1:
             break
         names.append(child.name)
         node = child
     if node is first:
         return node
     frames = by == "stack" or names[0] in (NO_MODULE, NO_STACK)
-    return _with(node, name=", from ".join(reversed(names)) if frames else ".".join(names))
+    name = ", from ".join(reversed(names)) if frames else ".".join(names)
+    return _with(first, name=name, kind=node.kind, children=node.children)
 
 
 def alike(nodes: list[Node]) -> list[Node]:
@@ -221,6 +224,8 @@ def headline(source: Source, what: str) -> Text:
 def _walk(root: Node, by: str, depth: int, sheet: Sheet) -> Iterator[tuple[str, Node]]:
     plain = sheet.dots == "..."
     branch, last, pipe = ("|- ", "`- ", "|  ") if plain else ("├─ ", "└─ ", "│  ")
+    if by == "stack":  # which is deep
+        branch, last, pipe = (mark[0] + " " for mark in (branch, last, pipe))
 
     def below(node: Node, prefix: str, level: int) -> Iterator[tuple[str, Node]]:
         shown, rest = folded(node, root.size_bytes)
@@ -232,7 +237,7 @@ def _walk(root: Node, by: str, depth: int, sheet: Sheet) -> Iterator[tuple[str, 
             lead = prefix + (last if ending else branch) if level else ""
             yield lead, child
             if level + 1 < depth:
-                yield from below(child, prefix + ("   " if ending else pipe) if level else "", level + 1)
+                yield from below(child, prefix + (" " * len(pipe) if ending else pipe) if level else "", level + 1)
 
     yield from below(root, "", 0)
 
@@ -247,7 +252,8 @@ def _more(rest: list[Node], sheet: Sheet) -> Node:
 def _label(node: Node, sheet: Sheet) -> tuple[str, str]:
     many = f", {node.alike} alike" if node.alike > 1 else ""
     inside = (sheet.clean(node.kind) + many).removeprefix(", ")
-    return sheet.clean(node.name), f" ({inside})" if inside else ""
+    name = ", from ".join(map(base_name, node.name.split(", from "))) if ":" in node.name else node.name
+    return sheet.clean(name), f" ({inside})" if inside else ""
 
 
 def _name_cells(rows: list[tuple[str, Node]], sheet: Sheet) -> int:
@@ -270,6 +276,8 @@ def _row(sheet: Sheet, prefix: str, node: Node, whole_bytes: int, cells: int) ->
     shown = sheet.cut(name, min(max(1, cells), max(1, cell_len(name))), left=":" not in name)
     text.append(shown, "dim" if name.startswith(sheet.dots) else "bold")
     left = max(0, cells - cell_len(shown))
+    if left < cell_len(kind) and node.alike > 1:
+        kind = f" ({node.alike} alike)"
     fits = left >= cell_len(kind)
     text.append(kind + " " * (left - cell_len(kind)) if fits else " " * left, "dim")
     room = sheet.width - FIGURES

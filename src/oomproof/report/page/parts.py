@@ -123,7 +123,7 @@ def steps(source: Source) -> str:
     )
     hidden = len(found.rows) - len(rows)
     more = f'<p class="quiet">{plural(hidden, "step")} in between left out</p>' if hidden else ""
-    changes = ", ".join(f"{words(name)} {step_report.signed(size)}" for name, size in found.changes[:4])
+    changes = ", ".join(f"{words(name)} {step_report.signed(size)}" for name, size in step_report.told_changes(found))
     first = f"<p>The first step against the last: {changes}</p>" if changes else ""
     culprits = [
         f"<li><b>{format_bytes(step_report.per_step(g))} a step</b>, {plural(g.blocks, 'block')}, {words(g.category)}"

@@ -9,7 +9,7 @@ from oomproof.measure.profile import CATEGORIES, Block, Profile, Stack
 from oomproof.report.sections import COLOURS
 from oomproof.report.words import share
 
-NO_MODULE = "(no module)"
+NO_MODULE = "(outside modules)"  # as the observer calls it, too
 NO_STACK = "(no stack recorded)"
 ROUNDING = "(rounding)"  # blocks are larger than what was asked for
 

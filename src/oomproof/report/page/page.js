@@ -234,15 +234,16 @@
   function boxes(tree, type, id, more) {
     const whole = tree.bytes[Number(levels[id] || 0)];
     const own = (i) => tree.categories[i].length > 0 && tree.categories[i][0][1] >= 0.95 * tree.bytes[i];
+    const wide = (i) => tree.bytes[i] > (type === "icicle" ? 0.06 : 0.012) * whole;
     const colour = (i) => (own(i) ? data.categories[tree.categories[i][0][0]].colour : style("--branch"));
     const inside = tree.names.map((_, i) => (own(i) ? "#10151c" : style("--ink")));
     return Object.assign({
-      type, ids: tree.names.map((_, i) => String(i)), labels: tree.names.map((name) => plain(cut(name, 60))), level: levels[id] || "",
+      type, ids: tree.names.map((_, i) => String(i)), labels: tree.names.map((name, i) => plain(cut(wide(i) ? name : name.replace(/ \(.*\)$/, "") || name, 60))), level: levels[id] || "",
       parents: tree.parents.map((i) => (i < 0 ? "" : String(i))), values: tree.bytes, branchvalues: "total", sort: false,
       marker: { colors: tree.names.map((_, i) => colour(i)), line: { width: 1, color: style("--sheet") } }, leaf: { opacity: 1 },
       text: tree.bytes.map(size), insidetextfont: { size: 12, color: inside }, outsidetextfont: { color: style("--ink") },
       // In a narrow box there is room for the name alone.
-      texttemplate: tree.bytes.map((bytes) => (bytes > (type === "icicle" ? 0.06 : 0.012) * whole ? "%{label}<br>%{text}" : "%{label}")),
+      texttemplate: tree.names.map((_, i) => (wide(i) ? "%{label}<br>%{text}" : "%{label}")),
       customdata: tree.names.map((name, i) => [
         plain(wrapped(name)), size(tree.bytes[i]), share(tree.bytes[i], tree.bytes[0]), plain(told(tree, i)), tree.blocks[i] ? `<br>${tree.blocks[i].toLocaleString("en-US")} blocks` : "",
       ]),
@@ -280,7 +281,9 @@
   }
   function depthBelow(tree, top) {
     const depth = new Map([[top, 1]]); // parents come before their children
-    tree.parents.forEach((parent, i) => { if (depth.has(parent)) depth.set(i, depth.get(parent) + 1); });
+    tree.parents.forEach((parent, i) => {
+      if (depth.has(parent) && tree.bytes[i] > 0.005 * tree.bytes[top]) depth.set(i, depth.get(parent) + 1);
+    });
     return Math.max(...depth.values());
   }
   function drawList(tree) {
@@ -347,12 +350,12 @@
     ["size", (r) => r[0], (r) => size(r[0]), "number keep"],
     ["category", (r) => data.categories[r[1]].name, null, "keep"],
     ["what", (r) => word(r, 2) || (word(r, 5) ? "in " + word(r, 5) : ""), null, "what"],
-    ["shape", (r) => word(r, 3), null, "wide"],
+    ["shape", (r) => word(r, 3), null, "wide keep"],
     ["dtype", (r) => word(r, 4), null, "wide keep"],
     ["born", (r) => r[9], (r) => word(r, 6), "wide keep"],
     ["freed", (r) => word(r, 7), null, "wide keep"],
     ["line", (r) => word(r, 8).split("\n")[0], null, "line"],
-  ].filter(([name, value, show]) => ["size", "line"].includes(name) || table.rows.some((r) => (show || value)(r)));
+  ].filter(([name, value, show]) => ["size", "line"].includes(name) || table.rows.some((r) => !["", "unknown", "later", "never"].includes((show || value)(r))));
   let order = [COLUMNS[0], -1];
   const few = small.matches ? 20 : 40;
   let most = few;
@@ -368,6 +371,10 @@
       return way * (x < y ? -1 : x > y ? 1 : 0) || b[0] - a[0];
     });
   }
+  const baseName = (frame) => {
+    const [place, ...rest] = frame.split(" ");
+    return [place.slice(place.lastIndexOf("/") + 1), ...rest].join(" ");
+  };
   function drawRows() {
     const rows = found();
     const sum = rows.reduce((total, row) => total + row[0], 0);
@@ -386,7 +393,7 @@
           cell.append(mark, text);
         } else if (name === "line" && word(row, 8).includes("\n")) {
           const more = make("details");
-          more.append(make("summary", text), ...word(row, 8).split("\n").slice(1).map((frame) => make("div", "from " + frame)));
+          more.append(make("summary", baseName(text)), ...word(row, 8).split("\n").map((frame, n) => make("div", (n ? "from " : "") + frame)));
           cell.append(more);
         } else cell.textContent = text;
         line.append(cell);

@@ -36,6 +36,7 @@ def page(source: Source, larger_gpu: str | None = None) -> str:
         title=escape(clean(title, limit=80)),
         css=_file("page.css"),
         verdict=parts.verdict(source),
+        warning=parts.warning(source),
         figures=parts.figures(source),
         breakdown=parts.breakdown(profile),
         steps=parts.steps(source),

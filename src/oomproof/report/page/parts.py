@@ -42,6 +42,15 @@ def verdict(source: Source) -> str:
     )
 
 
+def warning(source: Source) -> str:
+    """Return what the steps show when it is a fault, to stand right below the verdict; "" when they show none."""
+    found = step_report.examine(source.profile)
+    if found.state not in ("leaks", "fragments", "varies"):
+        return ""
+    name, detail, colour = step_report.verdict(found)
+    return f'<p class="finding {TONES[colour]}"><b>{name}</b> {text(detail)}. <a href="#steps">Which lines</a></p>'
+
+
 def figures(source: Source) -> str:
     """Return the peak to the byte, as a bar against the GPU's memory, and where it is."""
     profile, measured = source.profile, source.measurement

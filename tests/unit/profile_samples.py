@@ -50,7 +50,7 @@ class Tape:
         if total > self.reserved:
             grown = -(-(total - self.reserved) // (20 * MIB)) * 20 * MIB
             self.reserved += grown
-            self.segments.append(Segments(self.step, stack, grown // (20 * MIB), grown))
+            self.segments.append(Segments(self.step, module, stack, grown // (20 * MIB), grown))
         if total > self.best[0]:
             self.best = (total, self.event)
         self._point()
@@ -192,7 +192,7 @@ def training(
             tape.alloc(leak_bytes, "unknown", ("train.py:33 log", *main), None)
         if fragment_bytes and number > 1:
             tape.reserved += fragment_bytes
-            tape.segments.append(Segments(number, ("data.py:7 collate", *main), 1, fragment_bytes))
+            tape.segments.append(Segments(number, None, ("data.py:7 collate", *main), 1, fragment_bytes))
         tape.end_step()
     growth = ()
     if leak_bytes and steps >= 3:

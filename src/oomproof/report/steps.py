@@ -29,6 +29,7 @@ STACK_LINES = 3
 class Place:
     """A line of code that asked the device for segments after the first steps."""
 
+    module: str | None  # whose backward pass it is, where no line is known
     stack: tuple[str, ...]
     segments: int
     size_bytes: int
@@ -127,13 +128,16 @@ def _changes(first: StepRow, last: StepRow) -> tuple[tuple[str, int], ...]:
 
 
 def _places(segments: Sequence[Segments], from_step: int) -> tuple[Place, ...]:
-    sums: dict[tuple[str, ...], list[int]] = {}
+    sums: dict[tuple[str | None, tuple[str, ...]], list[int]] = {}
     for row in segments:
         if row.step is not None and row.step > from_step:
-            known = sums.setdefault(row.stack, [0, 0])
+            known = sums.setdefault((None if row.stack else row.module, row.stack), [0, 0])
             known[0] += row.segments
             known[1] += row.size_bytes
-    places = [Place(stack=stack, segments=count, size_bytes=size) for stack, (count, size) in sums.items()]
+    places = [
+        Place(module=module, stack=stack, segments=count, size_bytes=size)
+        for (module, stack), (count, size) in sums.items()
+    ]
     return tuple(sorted(places, key=lambda place: -place.size_bytes))
 
 
@@ -180,7 +184,7 @@ def body(source: Source, found: Findings) -> Body:
         for place in found.places[:PLACES]:
             yield Text()
             yield Text(f"{format_bytes(place.size_bytes)} in {plural(place.segments, 'new segment')}, asked for by")
-            yield from _stack(sheet, place.stack)
+            yield from _stack(sheet, place.stack, place.module)
         yield from _more(len(found.places) - PLACES, "places")
 
     return lines
@@ -238,13 +242,13 @@ def _growth(sheet: Sheet, growth: Growth, what: str) -> Iterator[Text]:
         "not bold",
     )
     yield text
-    if growth.module:
-        yield Text(f"  in {sheet.clean(growth.module)}", "dim")
-    yield from _stack(sheet, growth.stack)
+    yield from _stack(sheet, growth.stack, growth.module)
 
 
-def _stack(sheet: Sheet, stack: Sequence[str]) -> Iterator[Text]:
-    if not stack:
+def _stack(sheet: Sheet, stack: Sequence[str], module: str | None) -> Iterator[Text]:
+    if module:
+        yield Text(f"  in {sheet.clean(module)}", "dim" if stack else "bold", overflow="fold")
+    elif not stack:
         yield Text(f"  {line(())}", "dim")
     for number, frame in enumerate(stack[:STACK_LINES]):
         yield Text(f"  {'from ' if number else ''}{sheet.clean(frame)}", "dim" if number else "bold", overflow="fold")
@@ -279,7 +283,8 @@ def to_json_text(source: Source, found: Findings) -> str:
         "settled": [_plain(growth) for growth in found.settled],
         "reserved_growth_bytes": found.reserved_growth_bytes,
         "reserved_growth": [
-            {"stack": list(p.stack), "segments": p.segments, "size_bytes": p.size_bytes} for p in found.places
+            {"module": p.module, "stack": list(p.stack), "segments": p.segments, "size_bytes": p.size_bytes}
+            for p in found.places
         ],
         "lowest_step": found.lowest.step if found.lowest else None,
         "highest_step": found.highest.step if found.highest else None,

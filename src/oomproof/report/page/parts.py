@@ -139,7 +139,8 @@ def steps(source: Source) -> str:
         f"{' in ' + text(g.module) if g.module else ''}{_frames(g.stack)}</li>"
         for g in found.leaks[:8]
     ] + [
-        f"<li><b>{format_bytes(p.size_bytes)}</b> in {plural(p.segments, 'new segment')}{_frames(p.stack)}</li>"
+        f"<li><b>{format_bytes(p.size_bytes)}</b> in {plural(p.segments, 'new segment')}"
+        f"{' in ' + text(p.module) if p.module else ''}{_frames(p.stack)}</li>"
         for p in found.places[:8]
     ]
     return (

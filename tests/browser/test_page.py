@@ -43,6 +43,15 @@ def scrolled(shown: Any) -> None:
             shown.wait_for_selector(f"#{chart} .main-svg", state="attached")
 
 
+def until(shown: Any, expression: str) -> None:
+    """Wait until a JavaScript expression is true; Playwright's own way would need eval, which the page forbids."""
+    for _ in range(200):
+        if shown.evaluate(expression):
+            return
+        shown.wait_for_timeout(50)
+    raise AssertionError(f"never true: {expression}")
+
+
 @pytest.mark.parametrize("look", [{"width": 1400}, {**NARROW, "dark": True}], ids=["wide and light", "phone and dark"])
 @pytest.mark.parametrize("profile", SAMPLES.values(), ids=SAMPLES)
 def test_every_profile_is_drawn(
@@ -81,10 +90,10 @@ def test_hover_reads_the_curve(visit: Visit, saved: Callable[[Profile], Path]) -
     box = shown.locator("#curve").bounding_box()
     shown.mouse.move(box["x"] + 200, box["y"] + 150)
     shown.mouse.move(box["x"] + 210, box["y"] + 200)
-    shown.wait_for_function("document.querySelector('#timeline .readout').textContent.startsWith('Here')")
+    until(shown, "document.querySelector('#timeline .readout').textContent.startsWith('Here')")
     assert "step 1" in readout.inner_text()
     shown.mouse.move(2, 2)
-    shown.wait_for_function("document.querySelector('#timeline .readout').textContent.startsWith('At the peak')")
+    until(shown, "document.querySelector('#timeline .readout').textContent.startsWith('At the peak')")
 
 
 def test_steps_zoom_and_categories_toggle(visit: Visit, saved: Callable[[Profile], Path]) -> None:
@@ -112,10 +121,10 @@ def test_boxes_open_by_click(visit: Visit, saved: Callable[[Profile], Path]) -> 
     scrolled(shown)
     shown.locator("#icicle").scroll_into_view_if_needed()
     shown.locator("#icicle .slice", has_text="transformer").first.click()
-    shown.wait_for_function("document.getElementById('icicle').data[0].level !== ''")
+    until(shown, "document.getElementById('icicle').data[0].level !== ''")
     shown.wait_for_selector("#icicle .pathbar")
     shown.click("[data-by=stack]")
-    shown.wait_for_function("document.getElementById('icicle').data[0].labels.includes('model.py:39 forward')")
+    until(shown, "document.getElementById('icicle').data[0].labels.includes('model.py:39 forward')")
     assert shown.evaluate("document.getElementById('icicle').data[0].level") == ""
 
 

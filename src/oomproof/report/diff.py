@@ -12,7 +12,7 @@ from typing import Any
 from rich.text import Text
 
 from oomproof.measure.profile import Block, Profile
-from oomproof.report.blocks import by_category, line, module_path, words
+from oomproof.report.blocks import by_category, line, module_path, short_line, words
 from oomproof.report.sheet import Body, Sheet
 from oomproof.report.source import Source
 from oomproof.report.steps import signed
@@ -164,7 +164,8 @@ def _row(change: Change, name: str, *, bold: bool = False) -> Text:
 def _list(sheet: Sheet, changes: Sequence[Change]) -> Iterator[Text]:
     for change in changes[:ROWS]:
         text = _row(change, " " * 15)
-        text.append("  " + sheet.cut(change.name, max(8, sheet.width - text.cell_len - 2), left=True).rstrip())
+        room = max(8, sheet.width - text.cell_len - 2)
+        text.append("  " + sheet.cut(short_line(change.name, room), room, left=True).rstrip())
         yield text
     rest = changes[ROWS:]
     if rest:

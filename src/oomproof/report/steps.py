@@ -175,9 +175,10 @@ def body(source: Source, found: Findings) -> Body:
         yield Text()
         yield from _table(found.rows)
         yield from _first(found)
-        for growth in found.leaks[:PLACES]:
+        told = [g for g in found.leaks if per_step(g) >= NOISE * found.leak_bytes_per_step][:PLACES]
+        for growth in told:
             yield from _growth(sheet, growth, "kept for good")
-        yield from _more(len(found.leaks) - PLACES, "places that leak")
+        yield from _more(len(found.leaks) - len(told), "places that leak less")
         for growth in found.settled[:PLACES]:
             yield from _growth(sheet, growth, f"kept, but no more after step {growth.last_step}")
         yield from _more(len(found.settled) - PLACES, "places that stopped growing")

@@ -1,0 +1,221 @@
+"""What one line of a log says: an out-of-memory, another error, the fall-out of one, or that training goes on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from oomproof.triage.signatures import SIGNATURES, Signature
+
+What = Literal["oom", "error", "fall-out"]
+
+MAX_TEXT = 8192
+MAX_CONTEXT = 60
+
+_TIME = re.compile(
+    r"^\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?[ \t](?:std(?:err|out) [FP] )?"
+)
+_RANK = re.compile(
+    r"^\s*(?:\[?rank ?(\d+)\]?:|\[default(\d+)\]:|(\d{1,4}):(?= )|\[\d+,(\d+)\]<std(?:err|out)>:"
+    r"|\((?:[\w.-]+ )?(?:pid=)\d+[^)]{0,80}\)|\[(\d{1,4})\]:(?= ))[ \t]?",
+    re.IGNORECASE,
+)
+_RANK_WITHIN = re.compile(r"\[Rank (\d+)\]|\brank\s*: (\d+) \(local_rank")
+_EXCEPTION = re.compile(
+    r"^(?:E {3,})?((?:[A-Za-z_]\w*\.)*[A-Za-z_]*(?:Error|Exception|Interrupt|Exit|Failure|OutOfResources|Timeout|Expired))"
+    r"(?:\(\w+\))?(?::(?=\s|$)|\s*$|(?=\s{2,}Traceback))"
+)
+_WHAT = re.compile(r"^\s*what\(\):\s*")
+_FATAL = re.compile(
+    r"^Fatal Python error|Segmentation fault|^Bus error|DUE TO (?:TIME LIMIT|PREEMPTION)|^error: .*time limit",
+    re.IGNORECASE,
+)
+_FRAME = re.compile(r'File "([^"]{1,400})", line (\d+), in (\S+)')
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
+_CHAIN = re.compile(r"direct cause of the following exception|During handling of the above exception")
+#: Source as IPython, rich and pytest show it: numbered, arrowed, boxed.
+_SHOWN_SOURCE = re.compile(r"^\s*(?:-+>|>)?\s*\d+ (?: |$|\S)|^\s*[│┃║╭╰]|^\s*-+> ?\d+|^>\s{3,}")
+_CODE = re.compile(
+    r"\bexcept\b|\braise\b|\bassert\b|\bif\b.*\bin\b|\bdef \w|\bclass \w|\bimport \w|\bprint\(|==|\bcase \w|\breturn\b"
+    r"|[(=+]\s*[rfb]{0,2}[\"']|^\s*[#\"'`]|^\s*//|help="
+)
+#: What may stand between a line's start and a sentence that has no exception's name before it.
+_LEADS_IN = re.compile(r"(?:^|[:\]|>)\-✗❌!]|\b(?:error|exception|failed|warning)[:,]?)\s*[\"'“(]?\s*$", re.IGNORECASE)
+
+FALL_OUT = re.compile(
+    r"ChildFailedError|ProcessRaisedException|ProcessExitedException|CalledProcessError|RayTaskError|RayActorError"
+    r"|ActorDiedError|WorkerCrashedError|NodeDiedError|BrokenPipeError|ConnectionResetError|ConnectionRefusedError"
+    r"|ConnectionAbortedError|EOFError|SystemExit|KeyboardInterrupt|BrokenProcessPool|SignalException|DistBackendError"
+    r"|DistNetworkError|DistStoreError|EngineDeadError|exited unexpectedly|No executable batch size found"
+    r"|[Ss]ee root cause above|[Ss]ubprocess .{0,80}(?:exited|failed)|non-zero exit status (?!137)|Worker proc \w+ died"
+)
+PEER = re.compile(
+    r"Connection closed by (?:remote )?(?:peer|localRank)|Connection reset by (?:remote )?peer|Watchdog caught collective"
+    r"|remote process exited|ncclRemoteError|NCCL communicator was aborted|collective operation timeout"
+    r"|watchdog timeout|peer closed|Socket Timeout|wait timeout after|Broken pipe|heartbeat monitor timed out",
+    re.IGNORECASE,
+)
+LAUNCHER = re.compile(
+    r"ChildFailedError|torch[./]distributed[./](?:elastic|run|launch)|Killing subprocess|closing signal SIGTERM"
+    r"|accelerate[./]commands|torch[./]multiprocessing[./]spawn|deepspeed[./]launcher|ray::"
+)
+_FOREIGN = re.compile(
+    r"RESOURCE_EXHAUSTED|ResourceExhaustedError|OOM when allocating tensor|(?:stream_executor|bfc_allocator|tensorflow/|"
+    r"XlaRuntimeError|jaxlib).{0,300}(?:[Oo]ut of memory|OUT_OF_MEMORY|ran out of memory)"
+)
+_OUT_OF = re.compile(
+    r"memory|alloc|kill|nvml|nccl|_STATUS_|\b137\b|-9\b|1455|paging|bus error|to execute this|cudnn algorithm|oom\b"
+    r"|_RESOURCES|THCudaCheck",
+    re.IGNORECASE,
+)
+_PROGRESS = re.compile(
+    r"\d{1,3}%\|.{0,120}?\|\s*(\d+/\d+)|\b(?:epoch|step|iter(?:ation)?|batch|update)s?\b[\W_]{0,12}(\d+)"
+    r"|\bloss\W{1,6}(\d[\d.]*)|\b(\d+)/\d+ \[\d+:\d\d",
+    re.IGNORECASE,
+)
+#: Lines of the launcher or a logger's summary that name steps without any being made.
+_NO_PROGRESS = re.compile(
+    r"wandb:|StepId|slurmstepd|\bSTEP \d+\.|step tasks|trying batch size|Batch size", re.IGNORECASE
+)
+
+#: What ended a run and is often taken for an out-of-memory, with what it is.
+LOOKALIKES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (_FOREIGN, "it is an out-of-memory of TensorFlow or JAX, not of PyTorch"),
+    (
+        re.compile(r"out of resource: shared memory"),
+        "a Triton kernel wants more on-chip shared memory than the GPU has",
+    ),
+    (re.compile(r"illegal memory access"), "a kernel touched memory that is not its own; none was lacking"),
+    (re.compile(r"input tensor is too large"), "the operator has a limit on its input's size; no memory was lacking"),
+    (re.compile(r"device-side assert"), "a kernel's own check failed, mostly an index out of range"),
+    (re.compile(r"No space left on device"), "a disk was full"),
+    (re.compile(r"Too many open files"), "the limit on open files was reached (ulimit -n)"),
+    (re.compile(r"DUE TO TIME LIMIT", re.IGNORECASE), "the scheduler's time limit ended it"),
+)
+
+
+@dataclass(slots=True)
+class Event:
+    """One error in a log; ``text`` grows by the lines that belong to its message."""
+
+    what: What
+    line: int
+    text: str
+    rank: int | None = None
+    signature: Signature | None = None
+    raised: bool = False  # printed as an exception, not as a logger's line
+    context: tuple[str, ...] = ()
+    ending: str | None = None  # the error that this out-of-memory led to, by Python's own chain
+    direct: bool = True  # the chain says "direct cause", or there is none
+    room: int = 8  # how many more lines may belong to its message
+
+    @property
+    def weak(self) -> bool:
+        """Return whether this follows from many causes."""
+        return self.signature is not None and self.signature.weak
+
+
+@dataclass(slots=True)
+class Reader:
+    """What must be remembered of one rank's lines to read the next."""
+
+    context: list[str] = field(default_factory=list)
+    in_traceback: bool = False
+    source_next: bool = False
+    chain: str | None = None
+
+
+def unprefixed(text: str) -> tuple[str, int | None]:
+    """Return ``text`` without time stamps and ranks before it, and the rank if one was named."""
+    rank = None
+    for _ in range(4):
+        if match := _TIME.match(text) or _RANK.match(text):
+            named = next((group for group in match.groups() if group), None) if match.re is _RANK else None
+            rank = int(named) if named else rank
+            text = text[match.end() :]
+        else:
+            break
+    return text, rank
+
+
+def read(text: str, number: int, rank: int | None, reader: Reader) -> Event | None:
+    """Return what one line, without its prefix, tells; frames and chains are kept in ``reader``."""
+    if _TRACEBACK.search(text) and not _EXCEPTION.match(text):
+        reader.in_traceback, reader.source_next = True, False
+        if "Original Traceback" not in text:
+            reader.context.clear()
+        return None
+    if frame := _FRAME.search(text):
+        reader.in_traceback, reader.source_next = True, True
+        _remember(reader, f"{frame[1]}:{frame[2]} {frame[3]}")
+        return None
+    if _CHAIN.search(text):
+        reader.chain = text
+        return None
+    if (reader.source_next and text[:1] in (" ", "\t")) or _SHOWN_SOURCE.match(text):
+        _remember(reader, text.strip()[:300])
+        return None
+    event = _event(text, number, rank)
+    if event is not None:
+        event.context = tuple(reader.context)
+        reader.in_traceback = reader.source_next = False
+        if event.text.startswith("RuntimeError: Caught "):
+            _remember(reader, text[:300])
+    elif text.strip():
+        reader.source_next = False
+    return event
+
+
+def _event(text: str, number: int, rank: int | None) -> Event | None:
+    named = _EXCEPTION.match(text)
+    raised = named is not None or _WHAT.match(text) is not None
+    if within := _RANK_WITHIN.search(text):
+        rank = int(within[1] or within[2])
+    if _FOREIGN.search(text):
+        return Event("error", number, text[:MAX_TEXT], rank, raised=raised)
+    if signature := _signature(text, raised):
+        return Event("oom", number, text[:MAX_TEXT], rank, signature, raised)
+    if PEER.search(text) or (FALL_OUT.search(text) and (raised or not _CODE.search(text))):
+        return Event("fall-out", number, text[:MAX_TEXT], rank, raised=raised)
+    if raised or _FATAL.search(text):
+        return Event("error", number, text[:MAX_TEXT], rank, raised=raised)
+    return None
+
+
+def _signature(text: str, raised: bool) -> Signature | None:
+    if not _OUT_OF.search(text):
+        return None
+    for signature in SIGNATURES:
+        if match := signature.pattern.search(text):
+            before = text[: match.start()]
+            if raised:
+                return signature
+            if signature.figured and not re.match(r"\s*(?:#|//)", before):
+                return signature
+            if _CODE.search(before) or _CODE.match(text):
+                return None
+            if not signature.loose or _LEADS_IN.search(before):
+                return signature
+            return None
+    return None
+
+
+def belongs(event: Event, text: str) -> bool:
+    """Return whether ``text`` may continue the message of ``event``: long ones are broken over lines."""
+    if event.room <= 0 or not text.strip() or len(event.text) > MAX_TEXT:
+        return False
+    return not (_TRACEBACK.search(text) or _FRAME.search(text) or _EXCEPTION.match(text) or _CHAIN.search(text))
+
+
+def progress(text: str) -> str | None:
+    """Return the step, epoch or loss that a line shows, or None when it shows none."""
+    match = _PROGRESS.search(text)
+    if match is None or _NO_PROGRESS.search(text):
+        return None
+    return next(group for group in match.groups() if group)
+
+
+def _remember(reader: Reader, text: str) -> None:
+    reader.context.append(text[:400])
+    del reader.context[:-MAX_CONTEXT]

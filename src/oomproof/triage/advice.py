@@ -6,8 +6,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from oomproof.triage.figures import Figures
-from oomproof.triage.kinds import NOTABLE_OUTSIDE_BYTES, Kind
+from oomproof.triage.kinds import NOTABLE_OUTSIDE_BYTES
 from oomproof.triage.result import Triage
+from oomproof.triage.signatures import Kind
 from oomproof.units import MIB, format_bytes
 
 _MEASURE = "see where the peak is, and what would fit, without the GPU: oomproof run --gpu NAME -- your command"
@@ -88,7 +89,7 @@ def _fragmentation(result: Triage, signature: str, context: str) -> Iterator[str
     if f.unallocated_bytes and f.reserved_bytes:
         yield (
             f"{format_bytes(f.unallocated_bytes)} was cached and unused, "
-            f"{_percent(f.unallocated_bytes, f.reserved_bytes)} of the {format_bytes(f.reserved_bytes)} that PyTorch reserved"
+            f"{_percent(f.unallocated_bytes, f.reserved_bytes)} of what PyTorch reserved"
         )
     if signature == "caching allocator" and f.free_bytes is None:
         yield "give cached memory back before that point: torch.xpu.empty_cache()"
@@ -258,7 +259,7 @@ def _host(result: Triage, signature: str, context: str) -> Iterator[str]:
         yield "enlarge the page file"
     elif signature == "SIGKILL":
         yield (
-            "make sure: dmesg -T | grep -i -E 'oom|killed process', sacct -j JOB -o MaxRSS,State, kubectl describe pod; "
+            "make sure: dmesg -T | grep -iE 'oom|killed', sacct -j JOB -o MaxRSS,State, kubectl describe pod; "
             "without such a line something else sent the signal"
         )
     yield "ask for more RAM: sbatch --mem, docker run --memory, the pod's limit; the GPU's memory is not the matter"

@@ -23,7 +23,8 @@ _RANK = re.compile(
 )
 _RANK_WITHIN = re.compile(r"\[Rank (\d+)\]|\brank\s*: (\d+) \(local_rank")
 _EXCEPTION = re.compile(
-    r"^(?:E {3,})?((?:[A-Za-z_]\w*\.)*[A-Za-z_]*(?:Error|Exception|Interrupt|Exit|Failure|OutOfResources|Timeout|Expired))"
+    r"^(?:E {3,})?((?:[A-Za-z_]\w*\.)*[A-Za-z_]*"
+    r"(?:Error|Exception|Interrupt|Exit|Failure|OutOfResources|Timeout|Expired))"
     r"(?:\(\w+\))?(?::(?=\s|$)|\s*$|(?=\s{2,}Traceback))"
 )
 _WHAT = re.compile(r"^\s*what\(\):\s*")
@@ -51,9 +52,10 @@ FALL_OUT = re.compile(
     r"|[Ss]ee root cause above|[Ss]ubprocess .{0,80}(?:exited|failed)|non-zero exit status (?!137)|Worker proc \w+ died"
 )
 PEER = re.compile(
-    r"Connection closed by (?:remote )?(?:peer|localRank)|Connection reset by (?:remote )?peer|Watchdog caught collective"
-    r"|remote process exited|ncclRemoteError|NCCL communicator was aborted|collective operation timeout"
-    r"|watchdog timeout|peer closed|Socket Timeout|wait timeout after|Broken pipe|heartbeat monitor timed out",
+    r"Connection closed by (?:remote )?(?:peer|localRank)|Connection reset by (?:remote )?peer|Broken pipe"
+    r"|Watchdog caught collective|remote process exited|ncclRemoteError"
+    r"|NCCL communicator was aborted|collective operation timeout"
+    r"|watchdog timeout|peer closed|Socket Timeout|wait timeout after|heartbeat monitor timed out",
     re.IGNORECASE,
 )
 LAUNCHER = re.compile(
@@ -61,8 +63,8 @@ LAUNCHER = re.compile(
     r"|accelerate[./]commands|torch[./]multiprocessing[./]spawn|deepspeed[./]launcher|ray::"
 )
 _FOREIGN = re.compile(
-    r"RESOURCE_EXHAUSTED|ResourceExhaustedError|OOM when allocating tensor|(?:stream_executor|bfc_allocator|tensorflow/|"
-    r"XlaRuntimeError|jaxlib).{0,300}(?:[Oo]ut of memory|OUT_OF_MEMORY|ran out of memory)"
+    r"RESOURCE_EXHAUSTED|ResourceExhaustedError|OOM when allocating tensor|(?:stream_executor|bfc_allocator|tensorflow/"
+    r"|XlaRuntimeError|jaxlib).{0,300}(?:[Oo]ut of memory|OUT_OF_MEMORY|ran out of memory)"
 )
 _OUT_OF = re.compile(
     r"memory|alloc|kill|nvml|nccl|_STATUS_|\b137\b|-9\b|1455|paging|bus error|to execute this|cudnn algorithm|oom\b"
@@ -75,16 +77,14 @@ _PROGRESS = re.compile(
     re.IGNORECASE,
 )
 #: Lines of the launcher or a logger's summary that name steps without any being made.
-_NO_PROGRESS = re.compile(
-    r"wandb:|StepId|slurmstepd|\bSTEP \d+\.|step tasks|trying batch size|Batch size", re.IGNORECASE
-)
+_NO_PROGRESS = re.compile(r"wandb:|StepId|slurmstepd|\bSTEP \d+\.|step tasks|batch size", re.IGNORECASE)
 
 #: What ended a run and is often taken for an out-of-memory, with what it is.
 LOOKALIKES: tuple[tuple[re.Pattern[str], str], ...] = (
     (_FOREIGN, "it is an out-of-memory of TensorFlow or JAX, not of PyTorch"),
     (
         re.compile(r"out of resource: shared memory"),
-        "a Triton kernel wants more on-chip shared memory than the GPU has",
+        "a Triton kernel wants more on-chip memory than the GPU has",
     ),
     (re.compile(r"illegal memory access"), "a kernel touched memory that is not its own; none was lacking"),
     (re.compile(r"input tensor is too large"), "the operator has a limit on its input's size; no memory was lacking"),

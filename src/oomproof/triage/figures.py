@@ -47,8 +47,8 @@ _OWN = re.compile(rf"this process has\s*{_SIZE}\s*memory in use", re.IGNORECASE)
 _PROCESS = re.compile(rf"\bProcess (\d+) has\s*{_SIZE}\s*memory in use")
 _DEVICE = re.compile(r"\b(?:GPU|NPU|XPU|device)[: ]\s*(\d+)\b")
 
-#: cudaMallocAsync prints 2^64 - 1 bytes where no limit was set.
-_NO_LIMIT_BYTES = 2**63
+#: cudaMallocAsync prints 2^64 - 1 bytes where no limit was set, NVML answers it for "not available" (Windows, WSL).
+_NO_FIGURE_BYTES = 2**60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +103,13 @@ def parse_figures(text: str) -> Figures:
         unallocated = max(0, reserved - allocated)
     total = _first(_TOTAL, text)
     allowed = _first(_ALLOWED, text)
-    if allowed is not None and allowed >= _NO_LIMIT_BYTES:
+    if allowed is not None and allowed >= _NO_FIGURE_BYTES:
         allowed = None
     own = _first((_OWN,), text)
+    if own is not None and own >= _NO_FIGURE_BYTES:
+        own = None
     processes = [(int(match[1]), _bytes(match[2], match[3])) for match in _PROCESS.finditer(text)]
+    processes = [item for item in processes if item[1] < _NO_FIGURE_BYTES]
     if own is None:
         own = _own_under_another_id(processes, (allocated or 0) + (unallocated or 0))
     device = _DEVICE.search(text)

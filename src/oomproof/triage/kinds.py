@@ -9,28 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from oomproof.triage.figures import Figures, parse_figures
-from oomproof.triage.signatures import SIGNATURES, Signature
+from oomproof.triage.signatures import SIGNATURES, Confidence, Kind, Signature
 from oomproof.units import GIB, format_bytes
-
-Kind = Literal[
-    "device-full",
-    "fragmentation",
-    "process-cap",
-    "other-process",
-    "outside-pytorch",
-    "library-workspace",
-    "collective-library",
-    "pinned-host",
-    "host",
-    "nvml-assert",
-    "corrupt-size",
-    "other-rank",
-    "not-oom",
-]
-Confidence = Literal["high", "medium", "low"]
 
 MEANING: dict[Kind, str] = {
     "device-full": "the GPU's memory was full",
@@ -58,10 +40,10 @@ NOTABLE_OUTSIDE_BYTES = GIB
 #: With less than this share free the GPU is full, even where the last bytes would have sufficed.
 FULL_SHARE = 20
 
-_PINNED = re.compile(r"pin_memory|pinned|cudaHostAlloc|cudaHostRegister|CachingHostAllocator|host_empty_cache")
-_STARTING = re.compile(
-    r"_cuda_init|_lazy_init|cudaSetDevice|set_device|_cuda_setDevice|torch/cuda/__init__|DeviceGuard"
+_PINNED = re.compile(
+    r"_pin_memory|pin_memory\.py|\.pin_memory\(|pin memory thread|cudaHost(?:Alloc|Register)|HostAllocator"
 )
+_STARTING = re.compile(r"_cuda_init|_lazy_init|[sS]et_?[dD]evice|torch/cuda/__init__|DeviceGuard")
 _COLLECTIVE = re.compile(r"distributed_c10d|ProcessGroupNCCL|\bnccl", re.IGNORECASE)
 
 
@@ -117,9 +99,7 @@ def classify_figures(figures: Figures, *, source: str = "the message") -> tuple[
 
 def _judge(signature: Signature, message: str, context: Sequence[str]) -> Finding:
     figures = parse_figures(message)
-    kind: Kind = signature.kind  # type: ignore[assignment]
-    confidence: Confidence = signature.confidence  # type: ignore[assignment]
-    why = signature.why
+    kind, confidence, why = signature.kind, signature.confidence, signature.why
     if signature.figured:
         kind, confidence, why = _mps(figures) if "MPS" in message else classify_figures(figures)
         if "larger than 4GB" in message:

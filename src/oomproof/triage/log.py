@@ -8,10 +8,11 @@ from typing import BinaryIO
 from oomproof.triage import events
 from oomproof.triage.advice import advise
 from oomproof.triage.events import Event, Reader
-from oomproof.triage.kinds import Confidence, Finding, classify
+from oomproof.triage.kinds import Finding, classify
 from oomproof.triage.lines import Line, read_lines
 from oomproof.triage.result import Evidence, Triage
 from oomproof.triage.settings import Settings
+from oomproof.triage.signatures import Confidence
 
 #: So many different steps, epochs or losses after an error mean that the script went on from it. The bars that tqdm
 #: draws once more as it dies repeat their last count.
@@ -22,19 +23,8 @@ MAX_EVENTS = 500
 MAX_RANKS = 4096
 MAX_EVIDENCE_TEXT = 600
 
-_WORDS = (
-    b"error",
-    b"memory",
-    b"traceback",
-    b"exception",
-    b"kill",
-    b"alloc",
-    b"oom",
-    b"137",
-    b"signal",
-    b"exit",
-    b"fail",
-)
+#: Every sentence that matters has one of them, in lower case.
+_WORDS = tuple(b"error memory traceback exception kill alloc oom 137 signal exit fail".split())
 
 
 @dataclass(slots=True)
@@ -213,12 +203,9 @@ class LogReader:
         survived = self._survived + self._cluster.ooms
         confidence: Confidence = "high"
         if not errors:
-            why = (
-                "the log has no out-of-memory"
-                if not self._ooms
-                else "the script went on from each and nothing ended it"
-            )
-            confidence = "medium" if self._ooms else "high"
+            why = "the log has no out-of-memory"
+            if self._ooms:
+                why, confidence = "the script went on from each, and no error ended it", "medium"
             evidence: tuple[Evidence, ...] = ()
         else:
             last = errors[-1]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from oomproof.triage.figures import Figures
-from oomproof.triage.kinds import MEANING, Confidence, Kind
+from oomproof.triage.kinds import MEANING
 from oomproof.triage.settings import Settings
+from oomproof.triage.signatures import Confidence, Kind
 
 SCHEMA = "oomproof.triage/1"
 
@@ -28,7 +29,7 @@ class Triage:
     why: str
     evidence: tuple[Evidence, ...] = ()
     advice: tuple[str, ...] = ()
-    figures: Figures = Figures()
+    figures: Figures = field(default_factory=Figures)
     settings: Settings = field(default_factory=Settings)
     rank: int | None = None  # whose out-of-memory it was, where the log tells
     cause: Kind | None = None  # with "other-rank": the kind of the other rank's

@@ -24,7 +24,7 @@ _CHECKPOINTING = re.compile(
 )
 _LOW_PRECISION = re.compile(
     r"--(?:bf16|fp16|amp)\b(?!\s*[= ]\s*(?:false|0|no)\b)"
-    r"|\b(?:bf16|fp16|mixed[_-]precision|precision)[\"']?\s*[=: ]\s*[\"']?(?:true|1\b|bf16|fp16|16\b|bf16-mixed|16-mixed)",
+    r"|\b(?:bf16|fp16|mixed[_-]precision|precision)[\"']?\s*[=: ]\s*[\"']?(?:true|1\b|bf16|fp16|16\b|16-)",
     re.IGNORECASE,
 )
 _WORKERS = re.compile(r"\b((?:dataloader_)?num_workers)[\"']?\s*[=: ]\s*(\d+)\b", re.IGNORECASE)

@@ -7,6 +7,24 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal[
+    "device-full",
+    "fragmentation",
+    "process-cap",
+    "other-process",
+    "outside-pytorch",
+    "library-workspace",
+    "collective-library",
+    "pinned-host",
+    "host",
+    "nvml-assert",
+    "corrupt-size",
+    "other-rank",
+    "not-oom",
+]
+Confidence = Literal["high", "medium", "low"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +38,8 @@ class Signature:
 
     name: str
     pattern: re.Pattern[str]
-    kind: str
-    confidence: str
+    kind: Kind
+    confidence: Confidence
     why: str
     figured: bool = False
     bare: bool = False
@@ -29,7 +47,7 @@ class Signature:
     weak: bool = False
 
 
-def _s(name: str, pattern: str, kind: str, confidence: str, why: str, **flags: bool) -> Signature:
+def _s(name: str, pattern: str, kind: Kind, confidence: Confidence, why: str, **flags: bool) -> Signature:
     return Signature(name, re.compile(pattern), kind, confidence, why, **flags)
 
 
@@ -55,7 +73,8 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     _s(
         "NCCL shared memory",
-        r"(?i)NCCL WARN.{0,120}(?:/dev/shm/nccl|shared memory segment)|Error while creating shared memory segment /dev/shm/nccl",
+        r"(?i)NCCL WARN.{0,120}(?:/dev/shm/nccl|shared memory segment)"
+        r"|Error while creating shared memory segment /dev/shm/nccl",
         "collective-library",
         "high",
         f"NCCL could not make its segment: {_SHM}",
@@ -150,7 +169,7 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     _s(
         "host allocator",
-        r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)|posix_memalign\(&data, gAlignment, nbytes\) == 0"
+        r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)|posix_memalign\(&data, gAlignment"
         r"|_ArrayMemoryError|numpy\.core\._exceptions\.MemoryError",
         "host",
         "high",
@@ -221,8 +240,9 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     _s(
         "CUDA call",
-        r"CUDA (?:driver )?error: ?out of memory|HIP error: ?out of memory|hipErrorOutOfMemory|cudaErrorMemoryAllocation"
-        r"|CUDA_ERROR_OUT_OF_MEMORY(?! )|cuMemCreate.{0,80}out of memory|code: 2, reason: out of memory",
+        r"CUDA (?:driver )?error: ?out of memory|HIP error: ?out of memory|hipErrorOutOfMemory"
+        r"|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY(?! )|cuMemCreate.{0,80}out of memory"
+        r"|code: 2, reason: out of memory",
         "outside-pytorch",
         "low",
         "",

@@ -68,7 +68,7 @@ _FOREIGN = re.compile(
 )
 _OUT_OF = re.compile(
     r"memory|alloc|kill|nvml|nccl|_STATUS_|\b137\b|-9\b|1455|paging|bus error|to execute this|cudnn algorithm|oom\b"
-    r"|_RESOURCES|THCudaCheck",
+    r"|_RESOURCES|THCudaCheck|/torch_",
     re.IGNORECASE,
 )
 _PROGRESS = re.compile(

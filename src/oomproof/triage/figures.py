@@ -71,6 +71,7 @@ class Figures:
     others: tuple[tuple[int, int], ...] = ()  # (process id, bytes)
     outside_bytes: int | None = None  # of this process, past PyTorch's allocator; only MPS says it itself
     device: int | None = None
+    tensor_size: bool = False  # requested_bytes is the tensor's, not the segment's
 
     @property
     def reserved_bytes(self) -> int | None:
@@ -80,16 +81,30 @@ class Figures:
         return self.allocated_bytes + self.unallocated_bytes
 
     @property
+    def needed_bytes(self) -> int | None:
+        """Return what the allocator had to get from the driver for the request.
+
+        PyTorch up to 1.3 prints the tensor's own size, later ones the segment's: 2 MiB for up to 1 MiB, 20 MiB for up
+        to 10 MiB, else the next multiple of 2 MiB (c10/cuda/CUDACachingAllocator.cpp, get_allocation_size).
+        """
+        if self.requested_bytes is None or not self.tensor_size:
+            return self.requested_bytes
+        if self.requested_bytes <= MIB:
+            return 2 * MIB
+        return 20 * MIB if self.requested_bytes < 10 * MIB else -(-self.requested_bytes // (2 * MIB)) * 2 * MIB
+
+    @property
     def missing_bytes(self) -> int | None:
         """Return how much more free memory the request needed; 0 when enough was free."""
-        if self.requested_bytes is None or self.free_bytes is None:
+        if self.needed_bytes is None or self.free_bytes is None:
             return None
-        return max(0, self.requested_bytes - self.free_bytes)
+        return max(0, self.needed_bytes - self.free_bytes)
 
     def to_json(self) -> dict[str, object]:
         """Return the figures as plain values, bytes and None."""
         plain = asdict(self)
         plain["others"] = [{"pid": pid, "bytes": size} for pid, size in self.others]
+        del plain["tensor_size"]
         return {**plain, "reserved_bytes": self.reserved_bytes, "missing_bytes": self.missing_bytes}
 
 
@@ -126,6 +141,7 @@ def parse_figures(text: str) -> Figures:
         others=tuple(processes),
         outside_bytes=_first((_OUTSIDE,), text),
         device=int(device[1]) if device else None,
+        tensor_size=_CACHED.search(text) is not None,
     )
 
 

@@ -35,6 +35,8 @@ IMPLAUSIBLE_RATIO = 1000
 IMPLAUSIBLE_BYTES = 2**45  # 32 TiB, where the GPU's memory is not known
 #: What others hold counts as the cause from this share of the GPU on; a desktop or a small context is below it.
 NOTABLE_SHARE = 10
+#: A cache below this share of what PyTorch reserved is little: without fragmentation the next request would fail.
+SLIGHT_SHARE = 20
 #: A process's memory outside PyTorch must also exceed any CUDA context.
 NOTABLE_OUTSIDE_BYTES = GIB
 #: With less than this share free the GPU is full, even where the last bytes would have sufficed.
@@ -66,7 +68,7 @@ def classify(message: str, context: Sequence[str] = ()) -> Finding | None:
     """
     for signature in SIGNATURES:
         if signature.pattern.search(message):
-            return _judge(signature, message, context)
+            return judge(signature, message, context)
     return None
 
 
@@ -78,26 +80,24 @@ def classify_figures(figures: Figures, *, source: str = "the message") -> tuple[
     """
     f = figures
     requested, total, free = f.requested_bytes, f.total_bytes, f.free_bytes
+    needed = f.needed_bytes or 0
     if requested is not None and requested >= (IMPLAUSIBLE_RATIO * total if total else IMPLAUSIBLE_BYTES):
         return "corrupt-size", "high" if requested >= 2**55 else "medium", _implausible(f)
     if requested is None:
         return "device-full", "low", f"{source} gives no figures, so it is taken at its word"
     if free is None:
         return _without_free(f, requested)
-    if f.allowed_bytes is not None and free >= requested and _over_cap(f, requested):
+    if f.allowed_bytes is not None and free >= needed and _over_cap(f, requested):
         return "process-cap", "high", _capped(f)
-    if free >= requested:
+    if free >= needed:
         return _enough_was_free(f, requested, free)
-    if f.unallocated_bytes is not None and f.unallocated_bytes >= requested:
-        why = (
-            f"{format_bytes(f.unallocated_bytes)} was cached and unused, more than the {format_bytes(requested)} asked "
-            f"for, and only {format_bytes(free)} was free on the GPU"
-        )
-        return "fragmentation", "high", why
+    if f.unallocated_bytes is not None and f.unallocated_bytes >= requested and not _others_prevail(f, free):
+        return _fragmented(f, f.unallocated_bytes, requested, free)
     return _full(f, requested, free)
 
 
-def _judge(signature: Signature, message: str, context: Sequence[str]) -> Finding:
+def judge(signature: Signature, message: str, context: Sequence[str] = ()) -> Finding:
+    """Return the kind of a message whose sentence is recognised already."""
     figures = parse_figures(message)
     kind, confidence, why = signature.kind, signature.confidence, signature.why
     if signature.figured:
@@ -157,6 +157,25 @@ def _without_free(f: Figures, requested: int) -> tuple[Kind, Confidence, str]:
     return "device-full", "high", why
 
 
+def _others_prevail(f: Figures, free: int) -> bool:
+    """Return whether what is not PyTorch's takes more of the GPU than PyTorch: its cache is then not the matter."""
+    return f.total_bytes is not None and f.total_bytes - free - (f.reserved_bytes or 0) > (f.reserved_bytes or 0)
+
+
+def _fragmented(f: Figures, unallocated: int, requested: int, free: int) -> tuple[Kind, Confidence, str]:
+    why = (
+        f"{format_bytes(unallocated)} was cached and unused, more than the {format_bytes(requested)} asked for, and only "
+        f"{format_bytes(free)} was free on the GPU"
+    )
+    if unallocated * SLIGHT_SHARE >= (f.reserved_bytes or 0):
+        return "fragmentation", "high", why
+    return (
+        "fragmentation",
+        "medium",
+        f"{why}; that is little of what PyTorch holds, so the GPU was all but full as well",
+    )
+
+
 def _over_cap(f: Figures, requested: int) -> bool:
     held = f.reserved_bytes if f.reserved_bytes is not None else f.allocated_bytes
     # Figures have two decimals: the last digit may hide what went over.
@@ -184,7 +203,7 @@ def _enough_was_free(f: Figures, requested: int, free: int) -> tuple[Kind, Confi
 
 def _full(f: Figures, requested: int, free: int) -> tuple[Kind, Confidence, str]:
     """Say who holds a full GPU: other processes, this one outside PyTorch, or PyTorch itself."""
-    missing = max(0, requested - free)
+    missing = f.missing_bytes or 0
     total, reserved = f.total_bytes, f.reserved_bytes
     if reserved is None:
         reserved = f.allocated_bytes

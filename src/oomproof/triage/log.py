@@ -8,7 +8,7 @@ from typing import BinaryIO
 from oomproof.triage import events
 from oomproof.triage.advice import advise
 from oomproof.triage.events import Event, Reader
-from oomproof.triage.kinds import Finding, classify
+from oomproof.triage.kinds import Finding, classify, judge
 from oomproof.triage.lines import Line, read_lines
 from oomproof.triage.result import Evidence, Triage
 from oomproof.triage.settings import Settings
@@ -140,10 +140,7 @@ class LogReader:
         chosen, cluster, late = self._chosen()
         if chosen is None:
             return self._not_oom()
-        finding = classify(chosen.text, chosen.context)
-        if finding is None:  # its sentence was recognised in one line, so it is in the joined ones
-            raise AssertionError(f"no kind for {chosen.text[:200]!r}")
-        return self._of(chosen, finding, cluster, late=late)
+        return self._of(chosen, _finding(chosen), cluster, late=late)
 
     def _chosen(self) -> tuple[Event | None, Cluster, bool]:
         cluster = self._cluster
@@ -252,6 +249,14 @@ def _decides(ooms: list[Event], error: Event, cluster: Cluster) -> bool:
     if raised[0].rank is not None and error.rank is not None:
         return raised[0].rank != error.rank
     return cluster.launcher
+
+
+def _finding(event: Event) -> Finding:
+    """Judge an event by its first line's sentence; a vague one may be made precise by the lines that follow."""
+    assert event.signature is not None  # only out-of-memories are judged
+    if event.signature.loose and (finding := classify(event.text, event.context)) is not None:
+        return finding
+    return judge(event.signature, event.text, event.context)
 
 
 def _evidence(event: Event) -> Evidence:

@@ -48,7 +48,7 @@ class Signature:
 
 
 def _s(name: str, pattern: str, kind: Kind, confidence: Confidence, why: str, **flags: bool) -> Signature:
-    return Signature(name, re.compile(pattern), kind, confidence, why, **flags)
+    return Signature(name, re.compile(pattern, re.MULTILINE), kind, confidence, why, **flags)
 
 
 _SIZE = r"\d+(?:\.\d+)?\s*(?:[KMGT]i?B|bytes|B)\b"

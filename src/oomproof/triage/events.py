@@ -21,7 +21,9 @@ _RANK = re.compile(
     r"|\((?:[\w.-]+ )?(?:pid=)\d+[^)]{0,80}\)|\[(\d{1,4})\]:(?= ))[ \t]?",
     re.IGNORECASE,
 )
-_RANK_WITHIN = re.compile(r"\[Rank (\d+)\]|\brank\s*: (\d+) \(local_rank")
+_RANK_WITHIN = re.compile(r"\[Rank (\d+)\]|\(exitcode: -9\) local_rank: (\d+)")
+#: torchrun's summary names the rank some lines above its exit code.
+_RANK_ABOVE = re.compile(r"^\s*rank\s*: (\d+) \(local_rank")
 _EXCEPTION = re.compile(
     r"^(?:E {3,})?((?:[A-Za-z_]\w*\.)*[A-Za-z_]*"
     r"(?:Error|Exception|Interrupt|Exit|Failure|OutOfResources|Timeout|Expired))"
@@ -105,6 +107,7 @@ class Event:
     rank: int | None = None
     signature: Signature | None = None
     raised: bool = False  # printed as an exception, not as a logger's line
+    core: str = ""  # the recognised sentence and what follows it on its line
     context: tuple[str, ...] = ()
     ending: str | None = None  # the error that this out-of-memory led to, by Python's own chain
     direct: bool = True  # the chain says "direct cause", or there is none
@@ -124,6 +127,7 @@ class Reader:
     in_traceback: bool = False
     source_next: bool = False
     chain: str | None = None
+    rank: int | None = None
 
 
 def unprefixed(text: str) -> tuple[str, int | None]:
@@ -156,8 +160,12 @@ def read(text: str, number: int, rank: int | None, reader: Reader) -> Event | No
     if (reader.source_next and text[:1] in (" ", "\t")) or _SHOWN_SOURCE.match(text):
         _remember(reader, text.strip()[:300])
         return None
+    if above := _RANK_ABOVE.match(text):
+        reader.rank = int(above[1][:9])
     event = _event(text, number, rank)
     if event is not None:
+        if event.weak and event.rank is None:
+            event.rank, reader.rank = reader.rank, None
         event.context = tuple(reader.context)
         reader.in_traceback = reader.source_next = False
         if event.text.startswith("RuntimeError: Caught "):
@@ -174,8 +182,10 @@ def _event(text: str, number: int, rank: int | None) -> Event | None:
         rank = int(within[1] or within[2])
     if _FOREIGN.search(text):
         return Event("error", number, text[:MAX_TEXT], rank, raised=raised)
-    if signature := _signature(text, raised):
-        return Event("oom", number, text[:MAX_TEXT], rank, signature, raised)
+    if (found := _signature(text, raised)) is not None:
+        signature, at = found
+        start = 0 if at < 400 else at - 200
+        return Event("oom", number, text[start : start + MAX_TEXT], rank, signature, raised, text[at : at + 300])
     if PEER.search(text) or (FALL_OUT.search(text) and (raised or not _CODE.search(text))):
         return Event("fall-out", number, text[:MAX_TEXT], rank, raised=raised)
     if raised or _FATAL.search(text):
@@ -183,21 +193,20 @@ def _event(text: str, number: int, rank: int | None) -> Event | None:
     return None
 
 
-def _signature(text: str, raised: bool) -> Signature | None:
+def _signature(text: str, raised: bool) -> tuple[Signature, int] | None:
+    """Return the first sentence in ``text`` that is a message, and where it begins."""
     if not _OUT_OF.search(text):
         return None
     for signature in SIGNATURES:
         if match := signature.pattern.search(text):
+            found = (signature, match.start())
             before = text[: match.start()]
-            if raised:
-                return signature
-            if signature.figured and not re.match(r"\s*(?:#|//)", before):
-                return signature
-            if _CODE.search(before) or _CODE.match(text):
+            if raised or (signature.figured and not re.match(r"\s*(?:#|//)", before)):
+                return found
+            near = before[-400:]
+            if _CODE.search(near) or _CODE.match(text) or (signature.loose and not _LEADS_IN.search(near)):
                 return None
-            if not signature.loose or _LEADS_IN.search(before):
-                return signature
-            return None
+            return found
     return None
 
 

@@ -164,8 +164,8 @@ def _others_prevail(f: Figures, free: int) -> bool:
 
 def _fragmented(f: Figures, unallocated: int, requested: int, free: int) -> tuple[Kind, Confidence, str]:
     why = (
-        f"{format_bytes(unallocated)} was cached and unused, more than the {format_bytes(requested)} asked for, and only "
-        f"{format_bytes(free)} was free on the GPU"
+        f"{format_bytes(unallocated)} was cached and unused, enough for the {format_bytes(requested)} asked for, and "
+        f"only {format_bytes(free)} was free on the GPU"
     )
     if unallocated * SLIGHT_SHARE >= (f.reserved_bytes or 0):
         return "fragmentation", "high", why

@@ -108,6 +108,7 @@ def _wide_encoding(start: bytes) -> str | None:
     if len(sample) < 8:
         return None
     half = len(sample) // 2
-    if sample[1::2].count(0) > 0.7 * half:
+    even, odd = sample[0::2].count(0) / half, sample[1::2].count(0) / half
+    if odd > 0.7 and even < 0.3:
         return "utf-16-le"
-    return "utf-16-be" if sample[0::2].count(0) > 0.7 * half else None
+    return "utf-16-be" if even > 0.7 and odd < 0.3 else None

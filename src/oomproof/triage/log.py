@@ -18,13 +18,24 @@ from oomproof.triage.signatures import Confidence
 #: draws once more as it dies repeat their last count.
 WENT_ON = 3
 #: Arguments are printed at the start: so much is read whatever its words.
-HEAD_BYTES = 4 * 2**20
+HEAD_BYTES = 2**20
+#: Lines after a worthwhile one that are read whatever their words: frames, and messages over several lines.
+NEAR_LINES = 60
 MAX_EVENTS = 500
 MAX_RANKS = 4096
 MAX_EVIDENCE_TEXT = 600
 
-#: Every sentence that matters has one of them, in lower case.
-_WORDS = tuple(b"error memory traceback exception kill alloc oom 137 signal exit fail".split())
+#: Every line that matters has one of them, in lower case. Progress lines must not, or large logs become slow: so it is
+#: not "memory" and "error", which many print in each step.
+_WORDS = (
+    *("traceback", "error:", "error]", "error\n", "error\r", "error (", "error'", 'error"', "exception", "interrupt"),
+    *("f memory", "ofmemory", "of_memory", "memoryerror", "memory limit", "memlimit", "low on memory", "exhausted"),
+    *("oom_kill", "oom-kill", "oomkill", "oom kill", "oom when", "tried to allocate", "bad_alloc", "alloc_conf"),
+    *("nvml_", "_status_", "outofresources", "1455", "paging file", "/torch_", "failed", "fatal", "fault", "crashed"),
+    *("killed", "killing", "sigkill", "signal", "exit", "137", "-9", "timeout", "timed out", "time limit", "peer"),
+    *("broken pipe", "bus error", "remote process", "communicator", "root cause", "elastic", 'file "', "uncaught"),
+)
+_WORDS_IN_BYTES = tuple(word.encode() for word in _WORDS)
 
 
 @dataclass(slots=True)
@@ -52,14 +63,28 @@ class LogReader:
         self._readers: dict[int | None, Reader] = {}
         self._open: dict[int | None, Event] = {}
         self._looked_at = 0
+        self._near = 0
 
     def interesting(self, stretch: bytes) -> bool:
         """Return whether a stretch, in lower case, must be read line by line."""
         self._looked_at += len(stretch)
-        return self._looked_at <= HEAD_BYTES or bool(self._cluster.items) or any(word in stretch for word in _WORDS)
+        if self._looked_at <= HEAD_BYTES or self._cluster.items or self._near > 0:
+            return True
+        return any(word in stretch for word in _WORDS_IN_BYTES)
 
     def take(self, line: Line) -> None:
         """Take the next line."""
+        low = line.text.lower()
+        if any(word in low for word in _WORDS) or low.endswith("error"):
+            self._near = NEAR_LINES
+        elif self._near > 0:
+            self._near -= 1
+        else:
+            if self._looked_at <= HEAD_BYTES:
+                self.settings.look_at(line.text)
+            if self._cluster.items:
+                self._see_progress(*events.unprefixed(line.text))
+            return
         text, rank = events.unprefixed(line.text)
         self.settings.look_at(text)
         reader = self._readers.get(rank)
@@ -86,8 +111,17 @@ class LogReader:
     def _add(self, event: Event, reader: Reader, line: Line) -> None:
         chain, reader.chain = reader.chain, None
         items = self._cluster.items
-        if line.continued and items and items[-1].line == line.number and items[-1].text[:200] in event.text:
-            return  # the same message, seen again in the overlap of two pieces of one long line
+        if (
+            line.continued
+            and items
+            and items[-1].line == line.number
+            and items[-1].core
+            and items[-1].core in event.text
+        ):
+            # The same message again, in the overlap of two pieces of one long line; in the second it is whole.
+            last = items[-1]
+            last.text, last.signature, last.core = event.text, event.signature, event.core
+            return
         before = self._before(event)
         if chain is not None and before is not None and before.what == "oom" and event.what != "oom":
             before.ending, before.direct = event.text, "direct cause" in chain
@@ -121,7 +155,7 @@ class LogReader:
         )
 
     def _see_progress(self, text: str, rank: int | None) -> None:
-        ranks = {event.rank for event in self._cluster.items}
+        ranks = {event.rank for event in self._cluster.items if event.what != "fall-out"}
         if rank is not None and None not in ranks and rank not in ranks:
             return  # other ranks print until they notice
         step = events.progress(text)
@@ -154,7 +188,7 @@ class LogReader:
             # One rank died; the others went on until the next collective timed out.
             first = next(event for event in self._left.of("oom") if event.raised)
             if any(event.rank != first.rank for event in peers):
-                return first, cluster, True
+                return first, self._left, True
         return None, cluster, False
 
     def _of(self, chosen: Event, finding: Finding, cluster: Cluster, *, late: bool) -> Triage:

@@ -16,6 +16,7 @@ MAX_CONTEXT = 60
 _TIME = re.compile(
     r"^\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?[ \t](?:std(?:err|out) [FP] )?"
 )
+_GREP = re.compile(r"^\d{1,9}:(?=\[)")  # grep -n
 _RANK = re.compile(
     r"^\s*(?:\[?rank ?(\d+)\]?:|\[default(\d+)\]:|(\d{1,4}):(?= )|\[\d+,(\d+)\]<std(?:err|out)>:"
     r"|\((?:[\w.-]+ )?(?:pid=)\d+[^)]{0,80}\)|\[(\d{1,4})\]:(?= ))[ \t]?",
@@ -134,7 +135,7 @@ def unprefixed(text: str) -> tuple[str, int | None]:
     """Return ``text`` without time stamps and ranks before it, and the rank if one was named."""
     rank = None
     for _ in range(4):
-        if match := _TIME.match(text) or _RANK.match(text):
+        if match := _TIME.match(text) or _RANK.match(text) or _GREP.match(text):
             named = next((group for group in match.groups() if group), None) if match.re is _RANK else None
             rank = int(named) if named else rank
             text = text[match.end() :]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 
 from oomproof.units import GIB, KIB, MIB, TIB
 
@@ -109,8 +109,17 @@ class Figures:
 
 
 def parse_figures(text: str) -> Figures:
-    """Return the figures of the first message in ``text``, which may be broken over several lines."""
-    text = _first_message(" ".join(text.split()))
+    """Return the figures of the first message in ``text``, which may be broken over lines, also within words."""
+    figures = _parse(" ".join(text.split()))
+    if "\n" not in text:
+        return figures
+    glued = _parse(" ".join("".join(text.splitlines()).split()))
+    lacking = {item.name for item in fields(Figures) if getattr(figures, item.name) in (None, ())}
+    return replace(figures, **{name: getattr(glued, name) for name in lacking})
+
+
+def _parse(text: str) -> Figures:
+    text = _first_message(text)
     allocated = _first(_ALLOCATED, text)
     reserved = _first((_RESERVED,), text)
     unallocated = _first((_UNALLOCATED, _CACHED), text)

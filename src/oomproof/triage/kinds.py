@@ -43,7 +43,8 @@ NOTABLE_OUTSIDE_BYTES = GIB
 FULL_SHARE = 20
 
 _PINNED = re.compile(
-    r"_pin_memory|pin_memory\.py|\.pin_memory\(|pin memory thread|cudaHost(?:Alloc|Register)|HostAllocator"
+    r"_pin_memory_loop|pin_memory\.py|\.pin_memory\(|in pin_memory|pin memory thread"
+    r"|cudaHost(?:Alloc|Register)|HostAllocator"
 )
 _STARTING = re.compile(r"_cuda_init|_lazy_init|[sS]et_?[dD]evice|torch/cuda/__init__|DeviceGuard")
 _COLLECTIVE = re.compile(r"distributed_c10d|ProcessGroupNCCL|\bnccl", re.IGNORECASE)
@@ -167,6 +168,8 @@ def _fragmented(f: Figures, unallocated: int, requested: int, free: int) -> tupl
         f"{format_bytes(unallocated)} was cached and unused, enough for the {format_bytes(requested)} asked for, and "
         f"only {format_bytes(free)} was free on the GPU"
     )
+    if f.total_bytes is not None and (f.reserved_bytes or 0) > f.total_bytes:
+        return "fragmentation", "medium", f"{why}; but PyTorch counts more than the GPU has, part of it not mapped"
     if unallocated * SLIGHT_SHARE >= (f.reserved_bytes or 0):
         return "fragmentation", "high", why
     return (
@@ -208,21 +211,24 @@ def _full(f: Figures, requested: int, free: int) -> tuple[Kind, Confidence, str]
     if reserved is None:
         reserved = f.allocated_bytes
     base = f"{format_bytes(requested)} was asked for and {format_bytes(free)} was free"
-    if total is None or reserved is None:
+    if total is None or (reserved is None and f.own_bytes is None):
         return "device-full", "medium", base
     if requested > total:
         return "device-full", "high", f"{base}; the request alone exceeds the GPU's {format_bytes(total)}"
     notable = max(missing, total // NOTABLE_SHARE)
     if f.own_bytes is not None:
         others = max(total - free - f.own_bytes, f.others_bytes or 0)
-        outside = f.own_bytes - reserved
+        outside = f.own_bytes - reserved if reserved is not None else 0
         if others >= notable and others >= outside:
             why = f"{base}; other processes held {format_bytes(others)} of {format_bytes(total)}"
             return "other-process", "high", why
+        if reserved is None:
+            return "device-full", "medium", f"{base}; this process held {format_bytes(f.own_bytes)}"
         if outside >= max(notable, NOTABLE_OUTSIDE_BYTES):
             why = f"{base}; {format_bytes(outside)} of this process lies outside PyTorch's allocator"
             return "outside-pytorch", "high", why
         return "device-full", "high", f"{base}; PyTorch itself held {format_bytes(reserved)} of {format_bytes(total)}"
+    assert reserved is not None  # or own_bytes was
     unaccounted = total - free - reserved
     if unaccounted >= max(notable, NOTABLE_OUTSIDE_BYTES):
         why = (

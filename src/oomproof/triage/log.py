@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
@@ -21,6 +22,7 @@ WENT_ON = 3
 HEAD_BYTES = 2**20
 #: Lines after a worthwhile one that are read whatever their words: frames, and messages over several lines.
 NEAR_LINES = 60
+LAST_LINES = 12
 MAX_EVENTS = 500
 MAX_RANKS = 4096
 MAX_EVIDENCE_TEXT = 600
@@ -30,7 +32,17 @@ MAX_EVIDENCE_TEXT = 600
 _WORDS = (
     *("traceback", "error:", "error]", "error\n", "error\r", "error (", "error'", 'error"', "exception", "interrupt"),
     *("f memory", "ofmemory", "of_memory", "memoryerror", "memory limit", "memlimit", "low on memory", "exhausted"),
-    *("oom_kill", "oom-kill", "oomkill", "oom kill", "oom when", "tried to allocate", "bad_alloc", "alloc_conf"),
+    *(
+        "memory pressure",
+        "oom_kill",
+        "oom-kill",
+        "oomkill",
+        "oom kill",
+        "oom when",
+        "tried to allocate",
+        "bad_alloc",
+        "alloc_conf",
+    ),
     *("nvml_", "_status_", "outofresources", "1455", "paging file", "/torch_", "failed", "fatal", "fault", "crashed"),
     *("killed", "killing", "sigkill", "signal", "exit", "137", "-9", "timeout", "timed out", "time limit", "peer"),
     *("broken pipe", "bus error", "remote process", "communicator", "root cause", "elastic", 'file "', "uncaught"),
@@ -64,6 +76,8 @@ class LogReader:
         self._open: dict[int | None, Event] = {}
         self._looked_at = 0
         self._near = 0
+        self._newest: tuple[Event, int] | None = None  # and the last line of its message so far
+        self._last: deque[str] = deque(maxlen=LAST_LINES)
 
     def interesting(self, stretch: bytes) -> bool:
         """Return whether a stretch, in lower case, must be read line by line."""
@@ -74,6 +88,7 @@ class LogReader:
 
     def take(self, line: Line) -> None:
         """Take the next line."""
+        self._last.append(line.text[:400])
         low = line.text.lower()
         if any(word in low for word in _WORDS) or low.endswith("error"):
             self._near = NEAR_LINES
@@ -96,15 +111,21 @@ class LogReader:
             self._cluster.launcher = bool(events.LAUNCHER.search(text))
         event = events.read(text, line.number, rank, reader)
         if event is not None:
+            if event.signature is not None and event.signature.bare:
+                # Frames of IPython and rich are not Python's own: the lines before it tell all the same.
+                event.context += tuple(self._last)
             self._add(event, reader, line)
             return
         held = self._open.get(rank)
+        if held is None and rank is None and self._newest is not None and self._newest[1] + 1 == line.number:
+            held = self._newest[0]  # the launcher put the rank before the message's first line only
         if held is not None:
             if events.belongs(held, text):
                 held.text += "\n" + text.strip()[:1000]
                 held.room -= 1
+                self._newest = (held, line.number)
             else:
-                del self._open[rank]
+                self._open.pop(held.rank, None)
         if self._cluster.items:
             self._see_progress(text, rank)
 
@@ -130,6 +151,8 @@ class LogReader:
             held = self._open.get(event.rank)
             if held is not None and self._same(held, event):
                 held.text += "\n" + event.text
+                if held.weak and not event.weak:
+                    held.signature = event.signature
                 return
             self._ooms += 1
             self._cluster.ooms += 1
@@ -138,6 +161,7 @@ class LogReader:
             items.pop(MAX_EVENTS // 2)
         items.append(event)
         self._open[event.rank] = event
+        self._newest = (event, event.line)
         if len(self._open) > MAX_RANKS:
             self._open.pop(next(iter(self._open)))
 
@@ -168,6 +192,7 @@ class LogReader:
                 self._left = self._cluster
             self._cluster = Cluster()
             self._open.clear()
+            self._newest = None
 
     def result(self) -> Triage:
         """Return the triage of all lines taken."""
@@ -182,7 +207,8 @@ class LogReader:
         errors = cluster.of("error")
         if ooms and (not errors or _decides(ooms, errors[-1], cluster)):
             # One that a logger printed may have been caught; the first that was raised was not.
-            return next((event for event in ooms if event.raised), ooms[0]), cluster, False
+            strong = [event for event in ooms if not event.weak] or ooms
+            return next((event for event in strong if event.raised), strong[0]), cluster, False
         peers = [event for event in cluster.of("fall-out") if events.PEER.search(event.text)]
         if not errors and peers and self._left is not None:
             # One rank died; the others went on until the next collective timed out.

@@ -181,6 +181,7 @@ SIGNATURES: tuple[Signature, ...] = (
         r"|Detected \d+ oom[-_]kill event|Out of memory: Kill(?:ed)? process|Memory cgroup out of memory"
         r"|\bOOMKilled\b(?!\W{1,3}false)|cgroup out-of-memory handler|task \d+: Out Of Memory|State:? OUT_OF_MEMORY"
         r"|Exceeded (?:job|step) memory limit|TERM_MEMLIMIT|killed due to the node running low on memory"
+        r"|killed due to memory pressure \(OOM\)"
         r"|session crashed after using all available RAM",
         "host",
         "high",

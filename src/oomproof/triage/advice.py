@@ -114,7 +114,6 @@ def _fragmentation(result: Triage, signature: str, context: str) -> Iterator[str
             "capture fewer shapes, or share one pool"
         )
     yield "keep shapes from changing: pad or bucket the lengths, and run the longest batch first"
-    yield "try allocator settings on a memory snapshot before the next run: oomproof replay SNAPSHOT"
 
 
 def _process_cap(result: Triage, signature: str, context: str) -> Iterator[str]:

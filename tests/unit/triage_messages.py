@@ -493,6 +493,93 @@ REAL = [
         "fragmentation",
         "a public vLLM log, found by its text",
     ),
+    # rarer wordings
+    Row(
+        "celery-slow_1  | [2021-08-25 23:24:53,573: ERROR/MainProcess] Process 'ForkPoolWorker-3' pid:27 exited with "
+        "'signal 9 (SIGKILL)'\ncelery-slow_1  | billiard.exceptions.WorkerLostError: Worker exited prematurely: "
+        "signal 9 (SIGKILL) Job: 3.",
+        "host",
+        GITHUB + "JeffreyCA/spleeter-web/issues/92",
+    ),
+    Row(
+        "[2023-08-22 21:53:21 +0200] [171] [ERROR] Worker (pid:256) was sent SIGKILL! Perhaps out of memory?",
+        "host",
+        GITHUB + "celery/billiard/issues/380",
+    ),
+    Row(
+        "(raylet) [2023-07-23 15:21:29,851 E 9751 9751] (raylet) node_manager.cc:3084: 4 Workers (tasks / actors) "
+        "killed due to memory pressure (OOM), 0 Workers crashed due to other reasons at node (ID: b2, IP: 10.0.0.1) "
+        "over the last time period.",
+        "host",
+        GITHUB + "flwrlabs/flower/issues/2157",
+    ),
+    Row(
+        "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.\nMemory on the node "
+        "was 59.49GB / 62.58GB (0.950744), which exceeds the memory usage threshold of 0.95.",
+        "host",
+        GITHUB + "real-stanford/flingbot/issues/11",
+    ),
+    Row(
+        "RuntimeError: unable to mmap 23802932552 bytes from file <./flux1-dev.safetensors>: Cannot allocate memory "
+        "(12)",
+        "host",
+        GITHUB + "safetensors/safetensors/issues/528",
+    ),
+    Row(
+        "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGKILL",
+        "host",
+        GITHUB + "lyu-yx/ACUMEN/issues/4",
+    ),
+    Row(
+        "RuntimeError: cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)",
+        "library-workspace",
+        GITHUB + "JIA-Lab-research/UVTR/issues/13",
+    ),
+    Row(
+        "RuntimeError: cusolver error: 7, when calling `cusolverDnCreate(handle)`",
+        "library-workspace",
+        GITHUB + "jzhangbs/Vis-MVSNet/issues/38",
+    ),
+    Row(
+        "Error out of memory at line 351 in file /home/user/bitsandbytes/csrc/pythonInterface.c",
+        "outside-pytorch",
+        GITHUB + "bitsandbytes-foundation/bitsandbytes/issues/464",
+    ),
+    Row(
+        "RuntimeError: TensorStorage /io/include/tensorview/tensor.h 168\ncuda failed with error 2 out of memory. "
+        "use CUDA_LAUNCH_BLOCKING=1 to get correct traceback.",
+        "outside-pytorch",
+        GITHUB + "junjie18/CMT/issues/15",
+    ),
+    Row(
+        "RuntimeError: CUDA failed with error out of memory",
+        "outside-pytorch",
+        GITHUB + "Purfview/whisper-standalone-win/issues/255",
+    ),
+    Row(
+        "2025-11-12T11:25:13.4971964Z FAILED [0.0005s] test/test_autograd.py::test_parameter_resize_cuda - "
+        "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 255.98 "
+        "GiB of which 244.65 GiB is free. 1.05 GiB allowed; Of the allocated memory 1017.01 MiB is allocated by "
+        "PyTorch, with 17.00 MiB allocated in private pools (e.g., HIP Graphs), and 54.99 MiB is reserved by PyTorch "
+        "but unallocated.",
+        "process-cap",
+        GITHUB + "ROCm/TheRock/issues/2118",
+    ),
+    Row(
+        "(Runner pid=104449) torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.12 GiB. GPU 0 has a "
+        "total capacity of 79.19 GiB of which 2.11 GiB is free. Including non-PyTorch memory, this process has 76.96 "
+        "GiB memory in use. Of the allocated memory 83.48 GiB is allocated by P\nyTorch, with 241.21 MiB allocated "
+        "in private pools (e.g., CUDA Graphs), and 30.59 GiB is reserved by PyTorch but unallocated.\n(Runner "
+        "pid=104449) wandb: train/loss 0.1\n(Runner pid=104449) wandb: train/global_step 12",
+        "fragmentation",
+        GITHUB + "markingprowlik/EasyR1/issues/9",
+    ),
+    Row(
+        "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.62 GiB.\nGPU 0 has a total "
+        "capacity of 31.35 GiB of which 1.42 GiB is free.\n... this process has 23.32 GiB memory in use.",
+        "other-process",
+        "a public report of a training run, found by its text",
+    ),
 ]
 
 MADE = [
@@ -716,6 +803,34 @@ NEGATIVE = [
         "error: node1: task 0: Killed",
         "not-oom",
         "a time limit",
+    ),
+    Row(
+        "THCudaCheck FAIL file=/home/user/pytorch/aten/src/THC/generic/THCStorage.cu line=58 error=2 : out of "
+        "memory\n| WARNING: ran out of memory, skipping batch\nTraceback (most recent call last):\n  File "
+        "\"train.py\", line 189, in _backward_and_opt\n    p.grad.data.div_(grad_denom)\nAttributeError: 'NoneType' "
+        "object has no attribute 'data'",
+        "not-oom",
+        GITHUB + "facebookresearch/fairseq/issues/168",
+    ),
+    Row(
+        "| WARNING: ran out of memory with exception: CUDA out of memory. Tried to allocate 3.07 GiB (GPU 0; 31.72 "
+        "GiB total capacity; 29.28 GiB already allocated; 767.56 MiB free; 556.92 MiB cached);\n Skipping batch\n"
+        "Traceback (most recent call last):\nValueError: not enough values to unpack (expected 2, got 0)",
+        "not-oom",
+        GITHUB + "facebookresearch/fairseq/issues/1164",
+    ),
+    Row(
+        "| WARNING: ran out of memory on GPU #2, skipping batch\n| epoch 001:   0%|# | 318/72115 [01:25<5:21:15,  "
+        "3.72it/s, loss=12.26]\n| epoch 001:   1%|# | 594/72115 [02:39<5:20:00,  3.72it/s, loss=12.26]\n| epoch 001: "
+        "  1%|# | 595/72115 [02:39<5:20:00,  3.72it/s, loss=12.26]",
+        "not-oom",
+        GITHUB + "facebookresearch/fairseq/issues/103",
+    ),
+    Row(
+        "RuntimeError: !block->expandable_segment_ INTERNAL ASSERT FAILED at "
+        '"../c10/cuda/CUDACachingAllocator.cpp":2814, please report a bug to PyTorch. ',
+        "not-oom",
+        GITHUB + "pytorch/pytorch/issues/119452",
     ),
     Row(
         "",

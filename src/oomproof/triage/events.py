@@ -16,7 +16,7 @@ MAX_CONTEXT = 60
 _TIME = re.compile(
     r"^\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?[ \t](?:std(?:err|out) [FP] )?"
 )
-_GREP = re.compile(r"^\d{1,9}:(?=\[)")  # grep -n
+_GREP = re.compile(r"^\d{1,9}:(?=\[)|^[\w.-]{1,60} {1,4}\| (?=\S)")  # grep -n, docker compose logs
 _RANK = re.compile(
     r"^\s*(?:\[?rank ?(\d+)\]?:|\[default(\d+)\]:|(\d{1,4}):(?= )|\[\d+,(\d+)\]<std(?:err|out)>:"
     r"|\((?:[\w.-]+ )?(?:pid=)\d+[^)]{0,80}\)|\[(\d{1,4})\]:(?= ))[ \t]?",
@@ -71,13 +71,14 @@ _FOREIGN = re.compile(
 )
 _OUT_OF = re.compile(
     r"memory|alloc|kill|nvml|nccl|_STATUS_|\b137\b|-9\b|1455|paging|bus error|to execute this|cudnn algorithm|oom\b"
-    r"|_RESOURCES|THCudaCheck|/torch_",
+    r"|_RESOURCES|THCudaCheck|/torch_|when calling",
     re.IGNORECASE,
 )
-_PROGRESS = re.compile(
-    r"\d{1,3}%\|.{0,120}?\|\s*(\d+/\d+)|\b(?:epoch|step|iter(?:ation)?|batch|update)s?\b[\W_]{0,12}(\d+)"
-    r"|\bloss\W{1,6}(\d[\d.]*)|\b(\d+)/\d+ \[\d+:\d\d",
-    re.IGNORECASE,
+#: By trust: a bar's count, numbers of steps and epochs, a loss (ranks that die together show different ones).
+_PROGRESS = (
+    re.compile(r"\d{1,3}%\|.{0,120}?\|\s*(\d+/\d+)|\b(\d+/\d+) \[\d+:\d\d"),
+    re.compile(r"\b(?:epoch|step|iter(?:ation)?|batch|update)s?\b[\W_]{0,12}(\d+)", re.IGNORECASE),
+    re.compile(r"\bloss\W{1,6}(\d[\d.]*)", re.IGNORECASE),
 )
 #: Lines of the launcher or a logger's summary that name steps without any being made.
 _NO_PROGRESS = re.compile(r"wandb:|StepId|slurmstepd|\bSTEP \d+\.|step tasks|batch size", re.IGNORECASE)
@@ -220,10 +221,10 @@ def belongs(event: Event, text: str) -> bool:
 
 def progress(text: str) -> str | None:
     """Return the step, epoch or loss that a line shows, or None when it shows none."""
-    match = _PROGRESS.search(text)
-    if match is None or _NO_PROGRESS.search(text):
-        return None
-    return next(group for group in match.groups() if group)
+    for pattern in _PROGRESS:
+        if found := pattern.findall(text[:2000]):
+            return None if _NO_PROGRESS.search(text) else str(found)
+    return None
 
 
 def _remember(reader: Reader, text: str) -> None:

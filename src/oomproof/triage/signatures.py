@@ -162,7 +162,7 @@ SIGNATURES: tuple[Signature, ...] = (
     _s(
         "cuSOLVER handle",
         r"CUSOLVER_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR).{0,40}cusolver\w*Create"
-        r"|CUSPARSE_STATUS_NOT_INITIALIZED",
+        r"|CUSPARSE_STATUS_NOT_INITIALIZED|error: \d+, when calling `cu\w+Create\b",
         "library-workspace",
         "medium",
         "the linear algebra library could not make its handle: mostly for lack of memory",
@@ -197,11 +197,18 @@ SIGNATURES: tuple[Signature, ...] = (
     _s(
         "shared memory",
         r"is killed by signal: Bus error|out of shared memory\. Try to raise your shared memory limit"
-        r"|unable to (?:mmap|write to file|resize file|allocate shared memory).{0,200}"
-        r"(?:/torch_|shm|No space left|Cannot allocate memory|\(28\)|\(12\))",
+        r"|unable to (?:mmap|write to file|resize file|allocate shared memory).{0,200}(?:/torch_|shm)"
+        r".{0,100}(?:No space left|Cannot allocate memory|\(28\)|\(12\))",
         "host",
         "high",
         _SHM,
+    ),
+    _s(
+        "mapping",
+        r"unable to mmap \d+ bytes from file .{0,200}Cannot allocate memory",
+        "host",
+        "high",
+        "a file could not be mapped: more than RAM, swap and the system's overcommit rule allow",
     ),
     _s(
         "page file",
@@ -243,7 +250,8 @@ SIGNATURES: tuple[Signature, ...] = (
         "CUDA call",
         r"CUDA (?:driver )?error: ?out of memory|HIP error: ?out of memory|hipErrorOutOfMemory"
         r"|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY(?! )|cuMemCreate.{0,80}out of memory"
-        r"|code: 2, reason: out of memory",
+        r"|code: 2, reason: out of memory|(?i:cuda failed with error) (?:\d+ )?out of memory"
+        r"|Error out of memory at line \d+ in file",
         "outside-pytorch",
         "low",
         "",
@@ -269,7 +277,7 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     _s(
         "SIGKILL",
-        r"Signal 9 \(SIGKILL\)|exitcode\s*: ?-9\b|\(exitcode: -9\)|Signals\.SIGKILL: 9|terminated with signal SIGKILL"
+        r"[Ss]ignal 9 \(SIGKILL\)|was sent SIGKILL|exitcode\s*: ?-9\b|\(exitcode: -9\)|Signals\.SIGKILL: 9|terminated with signal SIGKILL"
         r"|(?i:exit(?:ed)?(?: with)?[ _]?(?:code|status)|exitCode|return code|returned|status)\W{1,4}-?137\b"
         r"|exit code:? 137\b|exit status 137\b|^(?:[\w./-]+: )?(?:line \d+: )?(?:\[\d+\]\s*)?\s*[\d\s+]*(?i:killed)"
         r"(?:\s{2,}\S.*)?\s*$",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import sys
@@ -244,6 +245,15 @@ def test_kill_beside_another_error() -> None:
     assert of(f"{VALUE_ERROR}train.sh: line 3:  4211 Killed                  python train.py\n").kind == "not-oom"
 
 
+def test_errors_of_a_dying_process() -> None:
+    """What finalizers raise as the interpreter ends does not hide what ended it."""
+    text = (
+        f"{TRACEBACK}{FULL}\nException ignored in: <function Env.__del__ at 0x7f>\n{TRACEBACK}"
+        "AttributeError: 'NoneType' object has no attribute 'close'\n"
+    )
+    assert of(text).kind == "device-full"
+
+
 def test_caught_in_a_replica() -> None:
     """DataParallel's and the DataLoader's wrapper is followed by the error it wraps."""
     text = (
@@ -440,6 +450,16 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(FRAGMENTED.encode())))
     assert call(monkeypatch, "-") == 0
     assert "FRAGMENTATION" in capsys.readouterr().out
+
+
+def test_compressed_logs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A log that was rotated away is read as it is; a damaged one is told."""
+    packed = gzip.compress(f"{TRACEBACK}{FULL}\n".encode())
+    (tmp_path / "full.log.gz").write_bytes(packed)
+    assert call(monkeypatch, str(tmp_path / "full.log.gz")) == 0
+    (tmp_path / "cut.log.gz").write_bytes(packed[:-20])
+    assert call(monkeypatch, str(tmp_path / "cut.log.gz")) == 1
+    assert "damaged" in capsys.readouterr().err
 
 
 def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

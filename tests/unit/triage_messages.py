@@ -714,6 +714,7 @@ MADE = [
 
 #: What names memory but is no out-of-memory of PyTorch.
 NEGATIVE = [
+    Row("java.lang.OutOfMemoryError: Java heap space", "not-oom", "another program's heap"),
     Row(
         'Traceback (most recent call last):\n  File "efficientad.py", line 374, in map_normalization\n    '
         "q_st_start = torch.quantile(maps_st, q=0.9)\nRuntimeError: quantile() input tensor is too large",

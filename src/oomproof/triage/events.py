@@ -38,6 +38,8 @@ _FATAL = re.compile(
 _FRAME = re.compile(r'File "([^"]{1,400})", line (\d+), in (\S+)')
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
 _CHAIN = re.compile(r"direct cause of the following exception|During handling of the above exception")
+#: What a process says as it ends: the error that follows is not what ended it.
+_PARTING = re.compile(r"^Exception ignored in|^Error in (?:atexit\._run_exitfuncs|sys\.excepthook)")
 #: Source as IPython, rich and pytest show it: numbered, arrowed, boxed.
 _SHOWN_SOURCE = re.compile(r"^\s*(?:-+>|>)?\s*\d+ (?: |$|\S)|^\s*[│┃║╭╰]|^\s*-+> ?\d+|^>\s{3,}")
 _CODE = re.compile(
@@ -66,7 +68,7 @@ LAUNCHER = re.compile(
     r"|accelerate[./]commands|torch[./]multiprocessing[./]spawn|deepspeed[./]launcher|ray::"
 )
 _FOREIGN = re.compile(
-    r"RESOURCE_EXHAUSTED|ResourceExhaustedError|OOM when allocating tensor|(?:stream_executor|bfc_allocator|tensorflow/"
+    r"java\.lang\.OutOfMemoryError|cupy\S{0,40}OutOfMemoryError|RESOURCE_EXHAUSTED|ResourceExhaustedError|OOM when allocating tensor|(?:stream_executor|bfc_allocator|tensorflow/"
     r"|XlaRuntimeError|jaxlib).{0,300}(?:[Oo]ut of memory|OUT_OF_MEMORY|ran out of memory)"
 )
 _OUT_OF = re.compile(
@@ -85,7 +87,7 @@ _NO_PROGRESS = re.compile(r"wandb:|StepId|slurmstepd|\bSTEP \d+\.|step tasks|bat
 
 #: What ended a run and is often taken for an out-of-memory, with what it is.
 LOOKALIKES: tuple[tuple[re.Pattern[str], str], ...] = (
-    (_FOREIGN, "it is an out-of-memory of TensorFlow or JAX, not of PyTorch"),
+    (_FOREIGN, "it is an out-of-memory of TensorFlow, JAX or another program, not of PyTorch"),
     (
         re.compile(r"out of resource: shared memory"),
         "a Triton kernel wants more on-chip memory than the GPU has",
@@ -128,6 +130,7 @@ class Reader:
     context: list[str] = field(default_factory=list)
     in_traceback: bool = False
     source_next: bool = False
+    parting: bool = False
     chain: str | None = None
     rank: int | None = None
 
@@ -159,12 +162,18 @@ def read(text: str, number: int, rank: int | None, reader: Reader) -> Event | No
     if _CHAIN.search(text):
         reader.chain = text
         return None
+    if _PARTING.match(text):
+        reader.parting = True
+        return None
     if (reader.source_next and text[:1] in (" ", "\t")) or _SHOWN_SOURCE.match(text):
         _remember(reader, text.strip()[:300])
         return None
     if above := _RANK_ABOVE.match(text):
         reader.rank = int(above[1][:9])
     event = _event(text, number, rank)
+    if event is not None and reader.parting and event.what == "error":
+        reader.parting = False
+        return None
     if event is not None:
         if event.weak and event.rank is None:
             event.rank, reader.rank = reader.rank, None

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from oomproof.units import GIB, KIB, MIB, TIB
 
-_SIZE = r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|bytes|B)\b"
+_SIZE = r"(?<![\d.])(\d{1,20}(?:\.\d{1,6})?)\s?([KMGT]i?B|bytes|B)\b"
 _FACTORS = {"b": 1, "bytes": 1, "k": KIB, "m": MIB, "g": GIB, "t": TIB}
 
 _REQUESTED = re.compile(rf"(?:Tried to allocate|trying to allocate|Requested\s*:|tried to allocate)\s*{_SIZE}")
@@ -44,8 +44,8 @@ _ALLOWED = (
 _POOLS = re.compile(rf"with\s*{_SIZE}\s*allocated in private pools")
 _OUTSIDE = re.compile(rf"other allocations:\s*{_SIZE}")  # MPS
 _OWN = re.compile(rf"this process has\s*{_SIZE}\s*memory in use", re.IGNORECASE)
-_PROCESS = re.compile(rf"\bProcess (\d+) has\s*{_SIZE}\s*memory in use")
-_DEVICE = re.compile(r"\b(?:GPU|NPU|XPU|device)[: ]\s*(\d+)\b")
+_PROCESS = re.compile(rf"\bProcess (\d{1, 10}) has\s*{_SIZE}\s*memory in use")
+_DEVICE = re.compile(r"\b(?:GPU|NPU|XPU|device)[: ] ?(\d{1,5})\b")
 
 #: cudaMallocAsync prints 2^64 - 1 bytes where no limit was set, NVML answers it for "not available" (Windows, WSL).
 _NO_FIGURE_BYTES = 2**60

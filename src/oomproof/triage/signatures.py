@@ -51,7 +51,7 @@ def _s(name: str, pattern: str, kind: Kind, confidence: Confidence, why: str, **
     return Signature(name, re.compile(pattern, re.MULTILINE), kind, confidence, why, **flags)
 
 
-_SIZE = r"\d+(?:\.\d+)?\s*(?:[KMGT]i?B|bytes|B)\b"
+_SIZE = r"(?<![\d.])\d{1,20}(?:\.\d{1,6})?\s?(?:[KMGT]i?B|bytes|B)\b"
 _SHM = "shared memory (/dev/shm) of this machine or container was full"
 _KILLED = "the process was killed by SIGKILL, as the kernel does when RAM runs out; a person or a scheduler could, too"
 
@@ -268,7 +268,7 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     _s(
         "allocator without figures",
-        r"\b(?:CUDA|HIP|XPU|NPU|MUSA) out of memory|(?:^|[\s.\]])(?:torch\.)?(?:cuda\.)?OutOfMemoryError\b"
+        r"\b(?:CUDA|HIP|XPU|NPU|MUSA) out of memory|(?:^|[\s\]])(?:torch\.(?:cuda\.)?)?OutOfMemoryError\b"
         r"|Allocation on device\s*\d*\s*$|ran out of memory with exception",
         "device-full",
         "low",
@@ -277,10 +277,13 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     _s(
         "SIGKILL",
-        r"[Ss]ignal 9 \(SIGKILL\)|was sent SIGKILL|exitcode\s*: ?-9\b|\(exitcode: -9\)|Signals\.SIGKILL: 9|terminated with signal SIGKILL"
-        r"|(?i:exit(?:ed)?(?: with)?[ _]?(?:code|status)|exitCode|return code|returned|status)\W{1,4}-?137\b"
-        r"|exit code:? 137\b|exit status 137\b|^(?:[\w./-]+: )?(?:line \d+: )?(?:\[\d+\]\s*)?\s*[\d\s+]*(?i:killed)"
-        r"(?:\s{2,}\S.*)?\s*$",
+        r"[Ss]ignal 9 \(SIGKILL\)|was sent SIGKILL|exitcode {0,4}: ?-9\b|\(exitcode: -9\)|Signals\.SIGKILL: 9"
+        r"|terminated with signal SIGKILL|exit code:? 137\b|exit status 137\b"
+        r"|(?i:exit(?:ed)?(?: with)?[ _]?(?:code|status)|exitCode|return code|returned|status)\W{1,10}137\b"
+        # what a shell prints: "Killed", "train.sh: line 3:  4211 Killed   python ...", "zsh: killed   python ..."
+        r"|task \d{1,6}: Killed"
+        r"|^(?:[\w./-]{1,200}: )?(?:line \d{1,6}: )?(?:\[\d{1,4}\])?[ \d+]{0,20}(?i:killed)"
+        r"(?: {2,30}\S[^\n]*)?\s{0,30}$",
         "host",
         "medium",
         _KILLED,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +35,12 @@ def triage(path: str) -> Triage:
             if not start.startswith(_PICKLE) and not _is_capture(path, start):
                 if file.seekable():
                     file.seek(0)
+                if start.startswith(b"\x1f\x8b"):  # logs that were rotated away
+                    with gzip.open(file) as inflated:
+                        return triage_log(cast(BinaryIO, inflated))
                 return triage_log(file)
+    except (gzip.BadGzipFile, EOFError, zlib.error):
+        raise CaptureError(f"{path} is a gzip file that is cut short or damaged; copy it again") from None
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist; give a log, a capture, or - for standard input") from None
     except IsADirectoryError:

@@ -68,7 +68,9 @@ LAUNCHER = re.compile(
     r"|accelerate[./]commands|torch[./]multiprocessing[./]spawn|deepspeed[./]launcher|ray::"
 )
 _FOREIGN = re.compile(
-    r"java\.lang\.OutOfMemoryError|cupy\S{0,40}OutOfMemoryError|RESOURCE_EXHAUSTED|ResourceExhaustedError|OOM when allocating tensor|(?:stream_executor|bfc_allocator|tensorflow/"
+    r"java\.lang\.OutOfMemoryError|cupy\S{0,40}OutOfMemoryError"
+    r"|RESOURCE_EXHAUSTED|ResourceExhaustedError|OOM when allocating tensor"
+    r"|(?:stream_executor|bfc_allocator|tensorflow/"
     r"|XlaRuntimeError|jaxlib).{0,300}(?:[Oo]ut of memory|OUT_OF_MEMORY|ran out of memory)"
 )
 _OUT_OF = re.compile(

@@ -44,7 +44,7 @@ _ALLOWED = (
 _POOLS = re.compile(rf"with\s*{_SIZE}\s*allocated in private pools")
 _OUTSIDE = re.compile(rf"other allocations:\s*{_SIZE}")  # MPS
 _OWN = re.compile(rf"this process has\s*{_SIZE}\s*memory in use", re.IGNORECASE)
-_PROCESS = re.compile(rf"\bProcess (\d{1, 10}) has\s*{_SIZE}\s*memory in use")
+_PROCESS = re.compile(rf"\bProcess (\d{{1,10}}) has\s*{_SIZE}\s*memory in use")
 _DEVICE = re.compile(r"\b(?:GPU|NPU|XPU|device)[: ] ?(\d{1,5})\b")
 
 #: cudaMallocAsync prints 2^64 - 1 bytes where no limit was set, NVML answers it for "not available" (Windows, WSL).

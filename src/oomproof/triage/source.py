@@ -8,6 +8,7 @@ import sys
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from oomproof.capture import read_capture
 from oomproof.errors import CaptureError, UsageError

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 CHUNK_BYTES = 2**20
+STRETCH_BYTES = 2**14
 MAX_LINE_BYTES = 2**16
 #: Pieces of a line that is too long share this much, so that a message across the cut is whole in one of them.
 OVERLAP_BYTES = 2**12
@@ -45,14 +46,14 @@ def read_lines(file: BinaryIO, interesting: Callable[[bytes], bool]) -> Iterator
         data = rest + chunk
         end = data.rfind(b"\n") + 1
         whole, rest = data[:end], data[end:]
-        if whole:
-            if interesting(whole.lower()):
-                for raw in whole.split(b"\n")[:-1]:
+        for part in _parts(whole):
+            if interesting(part.lower()):
+                for raw in part.split(b"\n")[:-1]:
                     yield from _pieces(number, raw, continued)
                     continued = False
                     number += 1
             else:
-                number += whole.count(b"\n")
+                number += part.count(b"\n")
                 continued = False
         while len(rest) > MAX_LINE_BYTES:
             # A line without an end: what is here is looked at, and all but the overlap is let go.
@@ -62,6 +63,15 @@ def read_lines(file: BinaryIO, interesting: Callable[[bytes], bool]) -> Iterator
             continued = True
     if rest and interesting(rest.lower()):
         yield from _pieces(number, rest, continued)
+
+
+def _parts(whole: bytes) -> Iterator[bytes]:
+    """Yield ``whole`` in stretches of some kilobytes that end with a line: most of a log is passed over."""
+    start = 0
+    while start < len(whole):
+        end = whole.find(b"\n", min(start + STRETCH_BYTES, len(whole) - 1)) + 1
+        yield whole[start:end]
+        start = end
 
 
 def _pieces(number: int, raw: bytes, continued: bool) -> Iterator[Line]:

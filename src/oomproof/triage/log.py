@@ -32,20 +32,21 @@ MAX_EVIDENCE_TEXT = 600
 _WORDS = (
     *("traceback", "error:", "error]", "error\n", "error\r", "error (", "error'", 'error"', "exception", "interrupt"),
     *("f memory", "ofmemory", "of_memory", "memoryerror", "memory limit", "memlimit", "low on memory", "exhausted"),
+    *("memory pressure", "oom_kill", "oom-kill", "oomkill", "oom kill", "oom when", "tried to allocate", "bad_alloc"),
     *(
-        "memory pressure",
-        "oom_kill",
-        "oom-kill",
-        "oomkill",
-        "oom kill",
-        "oom when",
-        "tried to allocate",
-        "bad_alloc",
         "alloc_conf",
+        "nvml_",
+        "_status_",
+        "outofresources",
+        "winerror",
+        "error 1455",
+        "paging file",
+        "/torch_",
+        "failed",
     ),
-    *("nvml_", "_status_", "outofresources", "1455", "paging file", "/torch_", "failed", "fatal", "fault", "crashed"),
-    *("killed", "killing", "sigkill", "signal", "exit", "137", "-9", "timeout", "timed out", "time limit", "peer"),
-    *("broken pipe", "bus error", "remote process", "communicator", "root cause", "elastic", 'file "', "uncaught"),
+    *("fatal", "segmentation", "crashed", "killed", "killing", "sigkill", "signal", "exit", "returned", "status"),
+    *("timeout", "timed out", "time limit", "peer", "broken pipe", "bus error", "remote process", "communicator"),
+    *("root cause", "elastic", 'file "', "uncaught", "ran out"),
 )
 _WORDS_IN_BYTES = tuple(word.encode() for word in _WORDS)
 

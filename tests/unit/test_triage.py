@@ -233,6 +233,12 @@ def test_other_ranks_death() -> None:
     assert (result.kind, result.cause, result.rank) == ("other-rank", "host", 3)
 
 
+def test_sockets_that_warn_are_no_death() -> None:
+    """A warning about a connection at the start does not make the log that of a bystander."""
+    text = f"[rank0]:[W1130 12:00:00 socket.cpp:697] [c10d] Connection reset by peer\n[rank1]: {TRACEBACK}[rank1]: {FULL}\n"
+    assert of(text).kind == "device-full"
+
+
 def test_peer_alone_is_not_known() -> None:
     """A lost peer without a reason is no out-of-memory, and says where to look."""
     result = of("RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4242\n")

@@ -229,6 +229,7 @@ class LogReader:
         first = cluster.items[0]
         if (
             first.what == "fall-out"
+            and (first.raised or "[E" in first.text)  # sockets also warn, at the start of runs that go well
             and events.PEER.search(first.text)
             and first.rank != chosen.rank
             and chosen.rank is not None

@@ -47,7 +47,8 @@ def print_triage(result: Triage, console: Console | None = None) -> None:
 
 def _sections(result: Triage, encoding: str, width: int) -> Iterator[tuple[str, list[str]]]:
     def wrapped(text: str, indent: str = "", limit: int | None = None) -> list[str]:
-        return textwrap.wrap(clean(text, encoding, limit=limit), width, subsequent_indent=indent) or [""]
+        shown = clean(text, encoding, limit=limit)
+        return textwrap.wrap(shown, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
 
     yield "Why", wrapped(result.why[:1].upper() + result.why[1:])
     known = [(name, getattr(result.figures, field)) for field, name in _FIGURES]

@@ -235,8 +235,8 @@ def test_other_ranks_death() -> None:
 
 def test_sockets_that_warn_are_no_death() -> None:
     """A warning about a connection at the start does not make the log that of a bystander."""
-    text = f"[rank0]:[W1130 12:00:00 socket.cpp:697] [c10d] Connection reset by peer\n[rank1]: {TRACEBACK}[rank1]: {FULL}\n"
-    assert of(text).kind == "device-full"
+    warning = "[rank0]:[W1130 12:00:00 socket.cpp:697] [c10d] Connection reset by peer\n"
+    assert of(f"{warning}[rank1]: {TRACEBACK}[rank1]: {FULL}\n").kind == "device-full"
 
 
 def test_peer_alone_is_not_known() -> None:

@@ -184,7 +184,7 @@ REAL = [
         "GiB of which 0 bytes is free. Including non-PyTorch memory, this process has 17179869184.00 GiB memory in "
         "use. Including non-PyTorch memory, this process has 17179869184.00 GiB memory in use. Of the allocated "
         "memory 6.93 GiB is allocated by PyTorch, and 21.00 MiB is reserved by PyTorch but unallocated.",
-        "other-process",
+        "device-full",
         GITHUB + "mindverse/Second-Me/issues/209",
     ),
     Row(
@@ -223,7 +223,7 @@ REAL = [
         "OutOfMemoryError: Allocation on device 0 would exceed allowed memory. (out of memory) Currently allocated : "
         "12.20 GiB Requested : 1.88 GiB Device limit : 16.00 GiB Free (according to CUDA): 0 bytes PyTorch limit "
         "(set by user-supplied memory fraction) : 17179869184.00 GiB",
-        "other-process",
+        "device-full",
         GITHUB + "continue-revolution/sd-webui-animatediff/issues/320",
     ),
     # HIP, XPU, MPS
@@ -580,6 +580,40 @@ REAL = [
         "other-process",
         "a public report of a training run, found by its text",
     ),
+    Row(
+        "[2023-04-14 13:11:27,885] [ERROR] [launch.py:434:sigkill_handler] ['/usr/bin/python3', '-u', 'main.py', "
+        "'--local_rank=0'] exits with return code = -9",
+        "host",
+        GITHUB + "deepspeedai/DeepSpeed/issues/3232",
+    ),
+    Row(
+        "[2023-05-29 10:44:30,991] [ERROR] [launch.py:434:sigkill_handler] ['python', '-u', 'examples/finetune.py'] "
+        "exits with return code = -7",
+        "host",
+        GITHUB + "OptimalScale/LMFlow/issues/430",
+    ),
+    Row(
+        "command terminated with exit code 137",
+        "host",
+        GITHUB + "jupyter/docker-stacks/issues/736",
+    ),
+    Row(
+        "Epoch 15 (validation) validation/acc/qa=1.000000:   2%|#4      | 20/1094 [00:41<11:04,  "
+        '1.62it/s]/home/user/bin/jac-crun: line 6:  3305 Killed                  $JACROOT/bin/jac-run "$@"',
+        "host",
+        GITHUB + "vacancy/NSCL-PyTorch-Release/issues/23",
+    ),
+    Row(
+        "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory "
+        "(shm).\nTraceback (most recent call last):\nConnectionResetError: [Errno 104] Connection reset by peer",
+        "host",
+        GITHUB + "tengshaofeng/ResidualAttentionNetwork-pytorch/issues/2",
+    ),
+    Row(
+        "OSError: [Errno 12] Cannot allocate memory",
+        "host",
+        GITHUB + "dusty-nv/jetson-inference/issues/806",
+    ),
 ]
 
 MADE = [
@@ -714,7 +748,11 @@ MADE = [
 
 #: What names memory but is no out-of-memory of PyTorch.
 NEGATIVE = [
-    Row("java.lang.OutOfMemoryError: Java heap space", "not-oom", "another program's heap"),
+    Row(
+        "java.lang.OutOfMemoryError: Java heap space",
+        "not-oom",
+        "another program's heap",
+    ),
     Row(
         'Traceback (most recent call last):\n  File "efficientad.py", line 374, in map_normalization\n    '
         "q_st_start = torch.quantile(maps_st, q=0.9)\nRuntimeError: quantile() input tensor is too large",

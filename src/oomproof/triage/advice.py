@@ -241,7 +241,7 @@ def _pinned(result: Triage, signature: str, context: str) -> Iterator[str]:
 
 def _host(result: Triage, signature: str, context: str) -> Iterator[str]:
     f, seen = result.figures, result.settings
-    if signature == "shared memory":
+    if signature in ("shared memory", "SIGBUS"):
         yield "enlarge /dev/shm: docker run --shm-size=8g or --ipc=host; in Kubernetes an emptyDir of medium Memory"
         yield "or torch.multiprocessing.set_sharing_strategy('file_system'), or fewer DataLoader workers"
         return

@@ -39,6 +39,8 @@ NOTABLE_SHARE = 10
 SLIGHT_SHARE = 20
 #: A process's memory outside PyTorch must also exceed any CUDA context.
 NOTABLE_OUTSIDE_BYTES = GIB
+#: What of the memory that a message does not account for may be this process's CUDA context.
+CONTEXT_BYTES = GIB // 2
 #: With less than this share free the GPU is full, even where the last bytes would have sufficed.
 FULL_SHARE = 20
 
@@ -208,13 +210,11 @@ def _full(f: Figures, requested: int, free: int) -> tuple[Kind, Confidence, str]
     """Say who holds a full GPU: other processes, this one outside PyTorch, or PyTorch itself."""
     missing = f.missing_bytes or 0
     total, reserved = f.total_bytes, f.reserved_bytes
-    if reserved is None:
-        reserved = f.allocated_bytes
     base = f"{format_bytes(requested)} was asked for and {format_bytes(free)} was free"
+    if total is not None and requested > total:
+        return "device-full", "high", f"{base}; the request alone exceeds the GPU's {format_bytes(total)}"
     if total is None or (reserved is None and f.own_bytes is None):
         return "device-full", "medium", base
-    if requested > total:
-        return "device-full", "high", f"{base}; the request alone exceeds the GPU's {format_bytes(total)}"
     notable = max(missing, total // NOTABLE_SHARE)
     if f.own_bytes is not None:
         others = max(total - free - f.own_bytes, f.others_bytes or 0)
@@ -230,7 +230,7 @@ def _full(f: Figures, requested: int, free: int) -> tuple[Kind, Confidence, str]
         return "device-full", "high", f"{base}; PyTorch itself held {format_bytes(reserved)} of {format_bytes(total)}"
     assert reserved is not None  # or own_bytes was
     unaccounted = total - free - reserved
-    if unaccounted >= max(notable, NOTABLE_OUTSIDE_BYTES):
+    if unaccounted >= max(notable + CONTEXT_BYTES, NOTABLE_OUTSIDE_BYTES):
         why = (
             f"{base}; of {format_bytes(total)} PyTorch held {format_bytes(reserved)}, so {format_bytes(unaccounted)} "
             "was held by others, or by this process outside PyTorch (the message does not tell which)"

@@ -196,7 +196,8 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     _s(
         "shared memory",
-        r"is killed by signal: Bus error|out of shared memory\. Try to raise your shared memory limit"
+        r"is killed by signal: Bus error|Unexpected bus error encountered in worker"
+        r"|out of shared memory\. Try to raise your shared memory limit"
         r"|unable to (?:mmap|write to file|resize file|allocate shared memory).{0,200}(?:/torch_|shm)"
         r".{0,100}(?:No space left|Cannot allocate memory|\(28\)|\(12\))",
         "host",
@@ -276,8 +277,18 @@ SIGNATURES: tuple[Signature, ...] = (
         loose=True,
     ),
     _s(
+        "SIGBUS",
+        r"Signal 7 \(SIGBUS\)|exitcode {0,4}: ?-7\b|\(exitcode: -7\)|return code ?[=:] ?-7\b"
+        r"|terminated with signal SIGBUS",
+        "host",
+        "low",
+        f"the process was killed by SIGBUS, as it is when {_SHM}",
+        weak=True,
+    ),
+    _s(
         "SIGKILL",
         r"[Ss]ignal 9 \(SIGKILL\)|was sent SIGKILL|exitcode {0,4}: ?-9\b|\(exitcode: -9\)|Signals\.SIGKILL: 9"
+        r"|return code ?[=:] ?-9\b|: line \d{1,6}: {1,8}\d{1,9} Killed\b"
         r"|terminated with signal SIGKILL|exit code:? 137\b|exit status 137\b"
         r"|(?i:exit(?:ed)?(?: with)?[ _]?(?:code|status)|exitCode|return code|returned|status)\W{1,10}137\b"
         # what a shell prints: "Killed", "train.sh: line 3:  4211 Killed   python ...", "zsh: killed   python ..."

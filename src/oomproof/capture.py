@@ -30,7 +30,7 @@ MAX_MEASUREMENT_BYTES = 64 * 2**20  # uncompressed
 
 _CHUNK_BYTES = 2**16
 _MAX_READ_BYTES = 2**20  # the largest single read: zipfile reads the table of contents at once, whatever its size
-_DAMAGE = (
+DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
     struct.error,
@@ -71,7 +71,7 @@ def read_capture(path: str | os.PathLike[str]) -> Measurement:
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise UsageError(f"{path} is no regular file; give a capture written with `oomproof run -o FILE`")
-        with open(path, "rb", buffering=0) as raw, _Limited(raw) as file:
+        with open(path, "rb", buffering=0) as raw, Limited(raw) as file:
             text = _read_text(file)
     except CaptureError as error:
         raise CaptureError(f"{path}: {error}") from None
@@ -107,7 +107,7 @@ def _read_member(file: BinaryIO) -> bytes:
                 _too_large(MEASUREMENT_MEMBER)
             with archive.open(found[0]) as member:
                 return _read_limited(member, MEASUREMENT_MEMBER)
-    except _DAMAGE:
+    except DAMAGE:
         raise CaptureError(
             "it is cut short or damaged; copy it again, or write it anew with `oomproof run -o FILE`"
         ) from None
@@ -140,7 +140,7 @@ def _parse(path: str | os.PathLike[str], text: bytes) -> Measurement:
         raise CaptureError(f"{path}: {error}") from None
 
 
-class _Limited(io.BufferedReader):
+class Limited(io.BufferedReader):
     """A file that refuses the large reads that a forged table of contents asks of zipfile."""
 
     def read(self, size: int | None = -1, /) -> bytes:

@@ -10,7 +10,7 @@ Snapshot
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -85,7 +85,7 @@ class Stacks:
             self.frame_of.append(frame_number)
         return node
 
-    def add(self, innermost_first: list[int]) -> int:
+    def add(self, innermost_first: Sequence[int]) -> int:
         """Return the number of the stack of these frame numbers."""
         node = 0
         for number in reversed(innermost_first):

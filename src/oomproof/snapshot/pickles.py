@@ -136,7 +136,7 @@ class _Machine:
                 "(max_entries of torch.cuda.memory._record_memory_history), or raise the limit"
             )
 
-    def step(self) -> bool:  # noqa: C901 - one branch for each opcode, the frequent ones first
+    def step(self) -> bool:  # one branch for each opcode, the frequent ones first
         data, stack, memo = self.data, self.stack, self.memo
         position = self.position
         opcode = data[position]
@@ -260,8 +260,8 @@ class _Machine:
             )
         else:
             raise SnapshotError(
-                f"it is no memory snapshot: {bytes([opcode])!r} at byte {position:,} is not what PyTorch writes; give a "
-                "file of torch.cuda.memory._dump_snapshot"
+                f"it is no memory snapshot: {bytes([opcode])!r} at byte {position:,} is not what PyTorch writes; give "
+                "a file of torch.cuda.memory._dump_snapshot"
             )
         return False
 

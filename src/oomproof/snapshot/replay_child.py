@@ -21,7 +21,7 @@ from oomproof.phantom import standins
 from oomproof.phantom.device import USUAL_PLACE, Device
 
 # Operations; oomproof.snapshot.replay writes them.
-ALLOCATE, FREE, REFUSED, EMPTY_CACHE, DRIVER_CALL, POOL = range(6)
+ALLOCATE, FREE, REFUSED, EMPTY_CACHE, RELEASED, DRIVER_CALL, POOL = range(7)
 
 SMALL_LIMIT = 1 << 20
 COLUMNS = {"kind": "B", "size": "Q", "address": "Q", "stream": "H", "slot": "I", "event": "I"}
@@ -57,8 +57,10 @@ class Operations:
 class Script:
     """Gives segments the recorded addresses, and refuses them where the recorded driver did."""
 
-    def __init__(self, calls: list[list[int]]) -> None:
+    def __init__(self, calls: list[list[int]], translate: bool = False) -> None:
         self.calls = calls  # [1 for an allocation or 0 for a free, address, bytes]
+        self.translate = translate  # expandable segments lie where the driver puts them
+        self.refuse_past_end = False
         self.done = 0
         self.next_address = 0  # while the start is built
         self.following = False
@@ -84,8 +86,6 @@ class Script:
             return USUAL_PLACE
         self.allocations -= 1
         return None if self.refuse_past_end else USUAL_PLACE
-
-    refuse_past_end = False
 
     def take_back(self, address: int) -> None:
         self.frees += 1
@@ -216,7 +216,7 @@ def follow(
     allocator: Allocator, script: Script, ops: Operations, slots: list[int], offsets: dict[tuple[int, int, bool], int]
 ) -> Parted | None:
     """Replay and compare each address and driver call; return where the two part, after replaying the rest."""
-    out_of_memory = allocator.torch.OutOfMemoryError
+    out_of_memory = allocator.torch.cuda.OutOfMemoryError
     streams = allocator.streams
     expected = 0
     parted: Parted | None = None
@@ -239,7 +239,10 @@ def follow(
         elif kind == FREE:
             allocator.delete(slots[slot])
         elif kind == DRIVER_CALL:
-            expected += 1 if not script.translate else 0
+            expected += 1
+        elif kind == RELEASED or (kind == REFUSED and script.translate):
+            if script.translate:  # nothing refuses it pages here, so it is told to release what is unused
+                allocator.empty_cache()
         elif kind == REFUSED:
             script.refuse_past_end = True
             try:
@@ -270,7 +273,7 @@ def _calls(script: Script, expected: int) -> tuple[str, str]:
 
 def run(allocator: Allocator, ops: Operations, slots: list[int]) -> tuple[int, int]:
     """Replay without comparing; return the event and bytes at which memory ran out, or (-1, 0)."""
-    out_of_memory = allocator.torch.OutOfMemoryError
+    out_of_memory = allocator.torch.cuda.OutOfMemoryError
     allocate, delete, streams = allocator.allocate, allocator.delete, allocator.streams
     event_of = ops.event
     for place, (kind, size, stream, slot) in enumerate(zip(ops.kind, ops.size, ops.stream, ops.slot)):
@@ -308,19 +311,16 @@ def final_layout(torch: Any) -> dict[str, Any]:
 
 def baseline(torch: Any, device: Device, job: dict[str, Any], ops: Operations) -> dict[str, Any]:
     """Replay as recorded; the result says whether everything was the same."""
-    script = Script(job["driver_calls"])
-    script.translate = job["expandable"]  # type: ignore[attr-defined]
+    script = Script(job["driver_calls"], job["expandable"])
     device.on_place(script.place, script.take_back)
     plain = "expandable_segments:True" if job["expandable"] else ""
     allocator = Allocator(torch, plain, job["streams"], job["pools"], False)
     slots = [0] * job["slots"]
     offsets: dict[tuple[int, int, bool], int] = {}
-    parted = None
     try:
         for segment, offset in zip(job["start"], build(allocator, script, job["start"], slots)):
             offsets.setdefault((segment["stream"], segment["pool"], segment["small"]), offset)
     except Parted as error:
-        parted = error
         return {"parted": vars(error)}
     if job["config"]:
         allocator.set(job["config"])
@@ -359,7 +359,7 @@ def setting(torch: Any, device: Device, job: dict[str, Any], ops: Operations, co
     slots = [0] * job["slots"]
     try:
         pack(allocator, job["packed"], slots)
-    except torch.OutOfMemoryError:
+    except torch.cuda.OutOfMemoryError:
         return {"failed_at": -1, "failed_bytes": 0, **_figures(allocator, allocator.stats(), script, 0.0)}
     torch.cuda.reset_peak_memory_stats(0)
     before = allocator.stats()
@@ -426,7 +426,7 @@ def main(folder: Path) -> None:
 
     def configured(unlimited: bool) -> None:
         device.configure(
-            job["gpus"], state_path=None, unlimited=unlimited, rising_addresses=job["rising"], keep_bytes=0,
+            [job["largest_gpu" if unlimited else "gpu"]], state_path=None, unlimited=unlimited, rising_addresses=job["rising"], keep_bytes=0,
             driver_version=version,
         )  # fmt: skip
 

@@ -87,9 +87,7 @@ def _unpack(file: Any, target: IO[bytes]) -> None:
                 )
             item = found[0]
             if len(found) > 1 or item.flag_bits & 1 or item.file_size > item.compress_size * _LARGEST_RATIO + 2**20:
-                raise SnapshotError(
-                    "no oomproof wrote this zip; write one with `oomproof run --snapshot -o FILE`"
-                )
+                raise SnapshotError("no oomproof wrote this zip; write one with `oomproof run --snapshot -o FILE`")
             if item.file_size > _LARGEST_FILE_BYTES:
                 raise SnapshotError("the snapshot in it is larger than 16 GiB; record fewer events")
             left = item.file_size

@@ -179,6 +179,7 @@ class Snapshot:
     texts: list[str] = field(default_factory=lambda: [""])
     settings: Mapping[str, Any] = field(default_factory=dict)
     annotations: list[Annotation] = field(default_factory=list)
+    pools_recorded: bool = False  # events say their pool (torch 2.12 or newer)
     overflowed: bool = False  # PyTorch says that it forgot the oldest events
     notes: list[str] = field(default_factory=list)  # what the file lacks, for a person
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from oomproof.snapshot.model import DEFAULT_POOL, Action, Segment
+from oomproof.snapshot.model import DEFAULT_POOL, Action, Snapshot
 from oomproof.snapshot.replay_child import (
     ALLOCATE,
     COLUMNS,
@@ -24,6 +24,7 @@ from oomproof.snapshot.state import Allocation, History
 
 _SMALL_SEGMENT = 2 * 2**20
 _LARGE_PAGE = 20 * 2**20  # how expandable segments for large blocks grow
+_WSL_BELOW = 0x6000_0000_0000  # published snapshots from WSL2 have addresses below this, those from Linux above
 
 _ADDED = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
 _REMOVED = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
@@ -58,9 +59,13 @@ class Operations:
 class Recorded:
     """Everything that a replay needs of one device's history."""
 
-    def __init__(self, history: History, segments: list[Segment]) -> None:
+    def __init__(self, history: History, snapshot: Snapshot) -> None:
         self.history = history
-        self.segments = [segment for segment in segments if segment.device == history.device]
+        self.segments = [segment for segment in snapshot.segments if segment.device == history.device]
+        addresses = [extent.address for extent in (*history.start_segments, *history.final_segments)]
+        #: whether the driver puts new segments above older ones
+        self.rising = bool(addresses) and max(addresses) < _WSL_BELOW
+        self._by_age = snapshot.pools_recorded
         self._streams: dict[int, int] = {0: 0}
         self._pools: dict[tuple[int, int], int] = {DEFAULT_POOL: 0}
         self._slots = {id(allocation): slot for slot, allocation in enumerate(history.allocations)}
@@ -154,7 +159,7 @@ class Recorded:
                 and (cause > after)
             )
         )
-        # One release frees everything that is unused, so a row may be one release or several: doing it once is the same.
+        # One release frees everything that is unused: a row may be one or several of them, doing it once is the same.
         self.operations.add(RELEASED if by_itself else EMPTY_CACHE, index)
         for free in range(index, after):
             self._driver_call(free)
@@ -196,7 +201,8 @@ class Recorded:
                     "pieces": pieces,
                 }
             )
-        return start
+        # A PyTorch that says each event's pool may go by the age of segments, and on Linux the older ones lie higher.
+        return start[::-1] if self._by_age and not self.rising else start
 
     @staticmethod
     def _gap(pieces: list[list[Any]], start: int, end: int, small: bool) -> None:

@@ -203,6 +203,7 @@ class _Shapes:
 
     def pool(self, pool: Any) -> int:
         pair = _pool(pool)
+        self.result.pools_recorded = True
         number = self.pool_numbers.get(pair)
         if number is None:
             number = self.pool_numbers[pair] = len(self.result.pools)

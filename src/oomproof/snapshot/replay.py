@@ -20,13 +20,13 @@ from typing import IO, Any
 from oomproof.errors import EnvironmentMissingError, OomproofError, UsageError
 from oomproof.gpus import GPUSpec, default_gpu
 from oomproof.phantom import launch
+from oomproof.snapshot.calls import CallTimes, call_times
 from oomproof.snapshot.candidates import COLLECTING, candidates, variable
 from oomproof.snapshot.model import Snapshot
 from oomproof.snapshot.operations import Recorded
 from oomproof.snapshot.state import History
 
 _ROOM_BYTES = 256 * 2**30  # of the GPU for replays without a limit, and twice the peak if that is more
-_WSL_BELOW = 0x6000_0000_0000  # published snapshots from WSL2 have addresses below this, those from Linux above
 
 CHILD = Path(__file__).with_name("replay_child.py")
 
@@ -87,6 +87,7 @@ class Replay:
     outcomes: tuple[Outcome, ...]
     memory_bytes: int | None  # None: without a limit
     start_bytes: int  # in use at the start of the trace; 0 for a trace from an empty allocator
+    calls: CallTimes
     notes: tuple[str, ...]
 
     @property
@@ -95,13 +96,21 @@ class Replay:
         return variable(self.torch)
 
     def best(self) -> Outcome | None:
-        """Return the outcome with the least reserved that survives; among equals the fewest driver calls."""
+        """Return the outcome to recommend: one that survives and reserves at most 1 % more than the least.
+
+        Among those the one with the fewest settings, then the fewest calls of the driver, then the least reserved.
+        """
         surviving = [outcome for outcome in self.outcomes if outcome.survives]
         if not surviving:
             return None
+        enough = min(outcome.peak_reserved_bytes for outcome in surviving) * 1.01
         return min(
-            surviving,
-            key=lambda o: (o.peak_reserved_bytes, o.device_allocations + o.device_frees, len(o.config)),
+            (outcome for outcome in surviving if outcome.peak_reserved_bytes <= enough),
+            key=lambda o: (
+                len(o.config.split(",")) if o.config else 0,
+                o.device_allocations + o.device_frees,
+                o.peak_reserved_bytes,
+            ),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -138,6 +147,7 @@ class Replay:
                     "cached_bytes": o.cached_bytes,
                     "device_allocations": o.device_allocations,
                     "device_frees": o.device_frees,
+                    "device_seconds": round(self.calls.seconds(o.device_allocations, o.device_frees), 6),
                     "retries": o.retries,
                     "survives": o.survives,
                     "failed_at_event": o.failed_at_event,
@@ -145,6 +155,7 @@ class Replay:
                 }
                 for o in self.outcomes
             ],
+            "assumed_us": {"device_allocation": self.calls.allocation_us, "device_free": self.calls.free_us},
             "best": None if best is None else {"config": best.config, "variable": self.variable},
             "notes": list(self.notes),
         }
@@ -155,21 +166,22 @@ def replay(
     *,
     device: int | None = None,
     gpu: GPUSpec | None = None,
+    python: str | None = None,
     on_setting: Callable[[int, int], None] | None = None,
 ) -> Replay:
     """Replay a snapshot's trace under its own settings, and then under others.
 
     ``device`` defaults to the one with the most events. ``gpu`` limits the replays under other settings to its memory
-    less the CUDA context; without it they have no limit. ``on_setting(done, total)`` is called after each. Raises
-    UsageError when there is no trace, EnvironmentMissingError without a CUDA build of torch.
+    less the CUDA context; without it they have no limit. ``python`` is the interpreter whose torch is used.
+    ``on_setting(done, total)`` is called after each. Raises UsageError when there is no trace,
+    EnvironmentMissingError without a CUDA build of torch.
     """
     device = _device(snapshot, device)
     history = History(snapshot, device)
-    recorded = Recorded(history, snapshot.segments)
+    recorded = Recorded(history, snapshot)
     recorded_config = _recorded_config(snapshot, recorded.expandable)
     settings = candidates(limited=gpu is not None, recorded=recorded_config)
     roomy = replace(gpu or default_gpu(), memory_bytes=max(_ROOM_BYTES, 2 * history.peak_reserved.size_bytes))
-    addresses = [extent.address for extent in (*history.start_segments, *history.final_segments)]
     job = {
         **recorded.job(),
         "config": recorded_config,
@@ -178,10 +190,10 @@ def replay(
         "gpu": launch.describe(gpu or roomy),
         "largest_gpu": launch.describe(roomy),
         "unlimited": gpu is None,
-        "rising": bool(addresses) and max(addresses) < _WSL_BELOW,
+        "rising": recorded.rising,
     }
-    results = _run_child(job, recorded, gpu or roomy, on_setting)
-    baseline = _baseline(history, results[0])
+    results = _run_child(job, recorded, gpu or roomy, python or launch.default_python(), on_setting)
+    baseline = _baseline(snapshot, history, results[0])
     return Replay(
         device=device,
         events=len(history.events),
@@ -191,6 +203,7 @@ def replay(
         outcomes=tuple(_outcome(config, result) for config, result in zip(settings, results[1:], strict=True)),
         memory_bytes=gpu.memory_bytes if gpu else None,
         start_bytes=sum(block.size_bytes for block in history.state_after(-1).blocks),
+        calls=call_times(history.events),
         notes=tuple(_notes(snapshot, history, gpu is not None)),
     )
 
@@ -224,25 +237,33 @@ def _notes(snapshot: Snapshot, history: History, limited: bool) -> list[str]:
         notes.append("PyTorch forgot the oldest events (max_entries was reached)")
     if history.start_segments.total_bytes:
         notes.append(
-            "the trace begins in the middle of a run; under other settings the blocks of its start are allocated anew one "
-            "after the other, so what had fragmented before the trace is not counted against them"
+            "the trace begins in the middle of a run; under other settings the blocks of its start are allocated anew, "
+            "one after the other, so what had fragmented before the trace is not counted against them"
         )
     if history.unsure:
-        notes.append(f"{history.unsure} blocks of the start may be up to 1 MiB larger: the trace does not show their end")
+        notes.append(
+            f"{history.unsure} blocks of the start may be up to 1 MiB larger: the trace does not show their end"
+        )
     if not limited:
-        notes.append(f"without a limit nothing runs out of memory, and {COLLECTING} does nothing; give --memory or --gpu")
+        notes.append(
+            f"without a limit nothing runs out of memory, and {COLLECTING} does nothing; give --memory or --gpu"
+        )
     else:
         notes.append(f"{COLLECTING} works only after torch.cuda.set_per_process_memory_fraction(1.0)")
     if history.problem_count:
         notes.append(
-            f"{history.problem_count} events contradict the final segments (recording was perhaps switched off and on): "
-            + history.problems[0]
+            f"{history.problem_count} events contradict the final segments (recording was perhaps switched off and "
+            f"on): {history.problems[0]}"
         )
     return notes
 
 
 def _run_child(
-    job: dict[str, Any], recorded: Recorded, gpu: GPUSpec, on_setting: Callable[[int, int], None] | None
+    job: dict[str, Any],
+    recorded: Recorded,
+    gpu: GPUSpec,
+    python: str,
+    on_setting: Callable[[int, int], None] | None,
 ) -> list[dict[str, Any]]:
     total = len(job["settings"]) + 1
     with tempfile.TemporaryDirectory(prefix="oomproof-replay-") as name:
@@ -253,7 +274,7 @@ def _run_child(
         recorded.operations.write(folder)
         with (folder / "stderr").open("w+b") as errors:
             process = launch.start(
-                [launch.default_python(), str(CHILD), str(folder)],
+                [python, str(CHILD), str(folder)],
                 launch.Settings(gpu=gpu, observe=False),
                 run_folder,
                 stdout=subprocess.DEVNULL,
@@ -267,11 +288,13 @@ def _run_child(
                     process.wait()
             results = _results(folder / "result.jsonl")
             if process.returncode or len(results) < total:
-                raise _failure(process.returncode, run_folder, errors)
+                raise _failure(python, process.returncode, run_folder, errors)
     for result in results:
         if "error" in result:
             last = result["error"].strip().splitlines()[-1]
-            raise OomproofError(f"PyTorch's allocator could not be driven: {last}; report this with the snapshot's version")
+            raise OomproofError(
+                f"PyTorch's allocator could not be driven: {last}; report this with the snapshot's version"
+            )
     return results
 
 
@@ -294,7 +317,7 @@ def _results(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]  # the last one may still be written
 
 
-def _failure(code: int | None, run_folder: Path, errors: IO[bytes]) -> OomproofError:
+def _failure(python: str, code: int | None, run_folder: Path, errors: IO[bytes]) -> OomproofError:
     for path in sorted(run_folder.glob("error-*.txt")):
         return EnvironmentMissingError(path.read_text())
     errors.seek(0)
@@ -302,25 +325,32 @@ def _failure(code: int | None, run_folder: Path, errors: IO[bytes]) -> OomproofE
     last = text[-1] if text else f"exit code {code}"
     if "No module named 'torch'" in last:
         return EnvironmentMissingError(
-            f"a replay needs a CUDA build of torch, and {launch.default_python()} has none; pip install torch"
+            f"a replay needs a CUDA build of torch, and {python} has none; pip install torch"
         )
     return OomproofError(f"the replay's process failed: {last}; {sys.executable} -m oomproof doctor may say why")
 
 
-def _baseline(history: History, result: dict[str, Any]) -> Baseline:
+def _baseline(snapshot: Snapshot, history: History, result: dict[str, Any]) -> Baseline:
     parted = result["parted"]
     difference = None
+    why = _why(snapshot, history, result)
     if parted is not None:
         difference = Difference(
-            event=parted["event"], recorded=parted["recorded"], replayed=parted["replayed"], why=_why(history)
+            event=parted["event"], recorded=parted["recorded"], replayed=parted["replayed"], why=why
         )
-    elif result["peak_reserved_bytes"] != history.peak_reserved.size_bytes:
-        difference = Difference(
-            event=history.peak_reserved.event,
-            recorded=f"{history.peak_reserved.size_bytes:,} B reserved at the peak",
-            replayed=f"{result['peak_reserved_bytes']:,} B",
-            why=_why(history),
+    else:
+        peaks = (
+            ("reserved", history.peak_reserved.size_bytes, result["peak_reserved_bytes"]),
+            ("in use", history.peak_active, result["peak_allocated_bytes"]),
         )
+        for what, recorded, replayed in peaks:
+            if recorded != replayed and difference is None:
+                difference = Difference(
+                    event=len(history.events) - 1,
+                    recorded=f"{recorded:,} B {what} at the peak",
+                    replayed=f"{replayed:,} B",
+                    why=why,
+                )
     return Baseline(
         exact=difference is None,
         first_difference=difference,
@@ -332,9 +362,14 @@ def _baseline(history: History, result: dict[str, Any]) -> Baseline:
     )
 
 
-def _why(history: History) -> str:
+def _why(snapshot: Snapshot, history: History, result: dict[str, Any]) -> str:
     if history.problem_count:
         return "events and final segments contradict each other: recording was perhaps switched off and on"
+    if result.get("takes_oldest") and not snapshot.pools_recorded:
+        return (
+            f"torch {result['torch']} takes the oldest of equal free blocks, the older one that recorded this took the "
+            "lowest address; replay with that version: --python PATH"
+        )
     if history.unsure:
         return f"how large {history.unsure} blocks of the start are, and so its layout, cannot be told from the trace"
     if history.start_segments.total_bytes:

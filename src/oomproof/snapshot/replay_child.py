@@ -147,6 +147,25 @@ def _new_stream() -> int:
     return stream.value or 0
 
 
+def takes_oldest(allocator: Allocator, script: Script) -> bool:
+    """Return whether PyTorch takes the oldest of equal free blocks (torch 2.13 or newer), not the one lowest in memory.
+
+    Asked of the allocator itself, before anything is in it: two segments, the younger one below the older one.
+    """
+    size = 20 << 20
+    script.next_address = 1 << 40
+    older = allocator.allocate(size, 0)
+    script.next_address = 1 << 39
+    younger = allocator.allocate(size, 0)
+    script.next_address = 0
+    allocator.delete(older)
+    allocator.delete(younger)
+    taken = allocator.allocate(size, 0)
+    allocator.delete(taken)
+    allocator.empty_cache()
+    return bool(taken == older)
+
+
 def build(allocator: Allocator, script: Script, start: list[dict[str, Any]], slots: list[int]) -> list[int]:
     """Make the recorded start: each segment whole first, then cut to its blocks; return offsets of expandable ones.
 
@@ -315,13 +334,14 @@ def baseline(torch: Any, device: Device, job: dict[str, Any], ops: Operations) -
     device.on_place(script.place, script.take_back)
     plain = "expandable_segments:True" if job["expandable"] else ""
     allocator = Allocator(torch, plain, job["streams"], job["pools"], False)
+    oldest = None if job["expandable"] else takes_oldest(allocator, script)
     slots = [0] * job["slots"]
     offsets: dict[tuple[int, int, bool], int] = {}
     try:
         for segment, offset in zip(job["start"], build(allocator, script, job["start"], slots)):
             offsets.setdefault((segment["stream"], segment["pool"], segment["small"]), offset)
     except Parted as error:
-        return {"parted": vars(error)}
+        return {"parted": vars(error), "takes_oldest": oldest}
     if job["config"]:
         allocator.set(job["config"])
     if job["fraction"]:
@@ -334,7 +354,8 @@ def baseline(torch: Any, device: Device, job: dict[str, Any], ops: Operations) -
     seconds = time.perf_counter() - began
     if parted is None and not job["expandable"]:
         parted = _compare_end(final_layout(torch), job["final"], ops)
-    return {**_figures(allocator, before, script, seconds), "parted": vars(parted) if parted else None}
+    figures = _figures(allocator, before, script, seconds)
+    return {**figures, "parted": vars(parted) if parted else None, "takes_oldest": oldest}
 
 
 def _compare_end(found: dict[str, Any], recorded: dict[str, Any], ops: Operations) -> Parted | None:
@@ -426,9 +447,13 @@ def main(folder: Path) -> None:
 
     def configured(unlimited: bool) -> None:
         device.configure(
-            [job["largest_gpu" if unlimited else "gpu"]], state_path=None, unlimited=unlimited, rising_addresses=job["rising"], keep_bytes=0,
+            [job["largest_gpu" if unlimited else "gpu"]],
+            state_path=None,
+            unlimited=unlimited,
+            rising_addresses=job["rising"],
+            keep_bytes=0,
             driver_version=version,
-        )  # fmt: skip
+        )
 
     ops = Operations(folder)
 

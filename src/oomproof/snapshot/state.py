@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from oomproof.snapshot.model import DEFAULT_POOL, Action, Block, Events, Snapshot
@@ -84,8 +85,9 @@ class History:
     """One device's trace from its start to its end.
 
     ``allocations`` are all blocks that ever lived in it, those from before the trace first; ``start_segments`` what was
-    reserved at its start. ``unsure`` counts blocks of the start that may be up to 1 MiB larger than said here.
-    ``problems`` says where events and final segments contradict each other; without any, all figures are exact.
+    reserved at its start. ``peak_active`` is the most that was in blocks in use, those included that another stream
+    still needed. ``unsure`` counts blocks of the start that may be up to 1 MiB larger than said here. ``problems`` says
+    where events and final segments contradict each other; without any, all figures are exact.
     """
 
     def __init__(self, snapshot: Snapshot, device: int) -> None:
@@ -99,13 +101,17 @@ class History:
         segments = [segment for segment in snapshot.segments if segment.device == device]
         self.final_segments = Extents(Extent.of(segment) for segment in segments)
         self._final = {
-            block.address: (block, Extent.of(segment)) for segment in segments for block in segment.blocks if block.active
+            block.address: (block, Extent.of(segment))
+            for segment in segments
+            for block in segment.blocks
+            if block.active
         }
         self._rounding = Rounding(snapshot.settings)
         self.start_segments, start = self._undo()
         self._redo(start)
         self.unsure = sum(not allocation.exact for allocation in self.allocations)
         self.peak_allocated, self.peak_reserved = self._peaks()
+        self.peak_active = self._peak_active()
 
     def state_after(self, event: int) -> State:
         """Return the state once ``event`` is done; -1 for the start, ``len(events) - 1`` for the end."""
@@ -154,12 +160,14 @@ class History:
             return
         address, size = events.address[index], events.size[index]
         if added == forwards:
-            done = segments.add(
-                Extent(
-                    address=address, size_bytes=size, stream=events.stream[index], pool=self._pool_of(index),
-                    expandable=kind in (Action.SEGMENT_MAP, Action.SEGMENT_UNMAP),
-                )  # fmt: skip
+            extent = Extent(
+                address=address,
+                size_bytes=size,
+                stream=events.stream[index],
+                pool=self._pool_of(index),
+                expandable=kind in (Action.SEGMENT_MAP, Action.SEGMENT_UNMAP),
             )
+            done = segments.add(extent)
         else:
             done = segments.remove(address, size)
         if not done and not forwards:  # forwards it would be the same once more
@@ -186,24 +194,22 @@ class History:
             block.pool = extent.pool if extent else block.pool
             if not block.exact:
                 self._size_at_start(block, layout, extent)
-        requested: set[int] = set()
         events = self.events
         for index in range(len(events)):
             kind, address = events.action[index], events.address[index]
             if kind == Action.ALLOC:
                 self._allocate(index, layout, segments)
             elif kind == Action.FREE_REQUESTED:
-                block = layout.blocks.get(address)
-                if block is not None and block.free_requested is None:
-                    block.free_requested = index
-                    requested.add(address)
+                freeing = layout.blocks.get(address)
+                if freeing is not None and freeing.free_requested is None:
+                    freeing.free_requested = index
             elif kind == Action.FREE_COMPLETED:
-                block = layout.remove(address)
-                if block is not None:
-                    block.freed = index
-                    if address not in requested:
-                        block.pending_at_start = True
-                    requested.discard(address)
+                freed = layout.remove(address)
+                if freed is not None:
+                    freed.freed = index
+                    if freed.free_requested is None:
+                        freed.pending_at_start = freed.born is None
+                        freed.free_requested = index
             else:
                 self._apply_segment(segments, index, forwards=True)
         self._check_end(layout)
@@ -253,7 +259,8 @@ class History:
                 self._problem(last, f"the block at {address:#x} is in the final segments and was freed before")
             elif found.size_bytes != block.size_bytes:
                 self._problem(
-                    last, f"the block at {address:#x} takes {block.size_bytes:,} B, by its events {found.size_bytes:,} B"
+                    last,
+                    f"the block at {address:#x} takes {block.size_bytes:,} B, by its events {found.size_bytes:,} B",
                 )
                 found.size_bytes = block.size_bytes
 
@@ -283,6 +290,15 @@ class History:
                 if allocated > most_allocated:
                     most_allocated, allocated_at = allocated, index
         return Peak(size_bytes=most_allocated, event=allocated_at), Peak(size_bytes=most_reserved, event=reserved_at)
+
+    def _peak_active(self) -> int:
+        """Return the most bytes in blocks that could not be given to anyone else."""
+        change = [0] * (len(self.events) + 1)
+        for block in self.allocations:
+            change[0 if block.born is None else block.born + 1] += block.size_bytes
+            if block.freed is not None:
+                change[block.freed + 1] -= block.size_bytes
+        return max(accumulate(change))
 
     def _problem(self, index: int, text: str) -> None:
         self.problem_count += 1

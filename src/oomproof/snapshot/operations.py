@@ -16,6 +16,7 @@ from oomproof.snapshot.replay_child import (
     FREE,
     POOL,
     REFUSED,
+    REGION,
     RELEASED,
     SMALL_LIMIT,
 )
@@ -70,6 +71,7 @@ class Recorded:
         self._pools: dict[tuple[int, int], int] = {DEFAULT_POOL: 0}
         self._slots = {id(allocation): slot for slot, allocation in enumerate(history.allocations)}
         self.operations = Operations()
+        self._entered = 0
         self.driver_calls: list[list[int]] = []
         self.expandable = any(e.expandable for e in (*history.start_segments, *history.final_segments)) or any(
             kind in (Action.SEGMENT_MAP, Action.SEGMENT_UNMAP) for kind in history.events.action
@@ -106,16 +108,13 @@ class Recorded:
         events = self.history.events
         born = {block.born: block for block in self.history.allocations if block.born is not None}
         freed = {block.freed: block for block in self.history.allocations if block.freed is not None}
-        pool = 0
         index, count = 0, len(events)
         add = self.operations.add
         while index < count:
             kind = events.action[index]
             if kind == Action.ALLOC:
                 block = born[index]
-                if self._pool(block.pool) != pool:
-                    pool = self._pool(block.pool)
-                    add(POOL, index, size=pool)
+                self._enter(self._pool(block.pool), index)
                 add(
                     ALLOCATE, index, size=block.requested_bytes, address=block.address,
                     stream=self._stream(block.stream), slot=self._slots[id(block)],
@@ -123,13 +122,21 @@ class Recorded:
             elif kind == Action.FREE_COMPLETED and index in freed:
                 add(FREE, index, slot=self._slots[id(freed[index])])
             elif kind == Action.OOM:
+                self._enter(self._pool(self.history.pools[events.pool[index]]), index)
                 add(REFUSED, index, size=events.size[index], stream=self._stream(events.stream[index]))
             elif kind in _ADDED:
                 self._driver_call(index)
+                if kind == Action.SEGMENT_MAP and index in self.history.new_regions:
+                    add(REGION, index)
             elif kind in _REMOVED:
                 index = self._release(index)
                 continue
             index += 1
+
+    def _enter(self, pool: int, index: int) -> None:
+        if pool != self._entered:
+            self.operations.add(POOL, index, size=pool)
+            self._entered = pool
 
     def _driver_call(self, index: int) -> None:
         events = self.history.events
@@ -160,6 +167,7 @@ class Recorded:
             )
         )
         # One release frees everything that is unused: a row may be one or several of them, doing it once is the same.
+        self._enter(0, index)  # inside a pool the allocator takes a graph to be captured, and keeps what is unused
         self.operations.add(RELEASED if by_itself else EMPTY_CACHE, index)
         for free in range(index, after):
             self._driver_call(free)

@@ -21,7 +21,7 @@ from oomproof.phantom import standins
 from oomproof.phantom.device import USUAL_PLACE, Device
 
 # Operations; oomproof.snapshot.replay writes them.
-ALLOCATE, FREE, REFUSED, EMPTY_CACHE, RELEASED, DRIVER_CALL, POOL = range(7)
+ALLOCATE, FREE, REFUSED, EMPTY_CACHE, RELEASED, DRIVER_CALL, POOL, REGION = range(8)
 
 SMALL_LIMIT = 1 << 20
 COLUMNS = {"kind": "B", "size": "Q", "address": "Q", "stream": "H", "slot": "I", "event": "I"}
@@ -60,7 +60,6 @@ class Script:
     def __init__(self, calls: list[list[int]], translate: bool = False) -> None:
         self.calls = calls  # [1 for an allocation or 0 for a free, address, bytes]
         self.translate = translate  # expandable segments lie where the driver puts them
-        self.refuse_past_end = False
         self.done = 0
         self.next_address = 0  # while the start is built
         self.following = False
@@ -84,8 +83,7 @@ class Script:
                 return None  # the recorded allocator freed something first: its driver had refused
             self.parted = f"a segment of {size:,} B where one of {recorded:,} B was recorded"
             return USUAL_PLACE
-        self.allocations -= 1
-        return None if self.refuse_past_end else USUAL_PLACE
+        return USUAL_PLACE
 
     def take_back(self, address: int) -> None:
         self.frees += 1
@@ -232,45 +230,50 @@ def pack(allocator: Allocator, blocks: list[list[int]], slots: list[int]) -> Non
 
 
 def follow(
-    allocator: Allocator, script: Script, ops: Operations, slots: list[int], offsets: dict[tuple[int, int, bool], int]
+    allocator: Allocator, script: Script, ops: Operations, slots: list[int], offsets: dict[tuple[int, int, bool], list[int]]
 ) -> Parted | None:
     """Replay and compare each address and driver call; return where the two part, after replaying the rest."""
     out_of_memory = allocator.torch.cuda.OutOfMemoryError
     streams = allocator.streams
     expected = 0
+    fresh = 0  # expandable segments that were made and of which no block is known yet
     parted: Parted | None = None
     script.following = True
     for kind, size, address, stream, slot, event in zip(
         ops.kind, ops.size, ops.address, ops.stream, ops.slot, ops.event
     ):
         if kind == ALLOCATE:
-            pointer = slots[slot] = allocator.allocate(size, streams[stream])
+            try:
+                pointer = allocator.allocate(size, streams[stream])
+            except out_of_memory:
+                parted = parted or Parted(event, f"{size:,} B allocated", "out of memory after the driver's refusal")
+                script.following = False
+                pointer = allocator.allocate(size, streams[stream])
+            slots[slot] = pointer
             if parted is None:
                 if script.parted:
                     parted = Parted(event, f"{size:,} B allocated", script.parted)
                 elif script.done != expected:
                     parted = Parted(event, *_calls(script, expected))
                 elif pointer != address:
-                    key = (stream, allocator.pool, size <= SMALL_LIMIT)
-                    offset = offsets.setdefault(key, address - pointer) if script.translate else 0
-                    if pointer + offset != address:
-                        parted = Parted(event, f"{size:,} B at {address:#x}", f"they lie at {pointer + offset:#x}")
+                    known = offsets.setdefault((stream, allocator.pool, size <= SMALL_LIMIT), [])
+                    if address - pointer not in known:
+                        if fresh:
+                            fresh -= 1
+                            known.append(address - pointer)
+                        else:
+                            at = pointer + (known[-1] if known else 0)
+                            parted = Parted(event, f"{size:,} B at {address:#x}", f"they lie at {at:#x}")
         elif kind == FREE:
             allocator.delete(slots[slot])
         elif kind == DRIVER_CALL:
             expected += 1
-        elif kind == RELEASED or (kind == REFUSED and script.translate):
+        elif kind == RELEASED:
             if script.translate:  # nothing refuses it pages here, so it is told to release what is unused
                 allocator.empty_cache()
-        elif kind == REFUSED:
-            script.refuse_past_end = True
-            try:
-                allocator.delete(allocator.allocate(size, streams[stream]))
-                parted = parted or Parted(event, f"out of memory for {size:,} B", "there is room")
-            except out_of_memory:
-                pass
-            script.refuse_past_end = False
-        elif kind == EMPTY_CACHE:
+        elif kind == REGION:
+            fresh += 1
+        elif kind in (EMPTY_CACHE, REFUSED):  # before it gives up, the allocator releases all that is unused
             allocator.empty_cache()
             if parted is None and script.parted:
                 parted = Parted(event, "a release of unused segments", script.parted)
@@ -336,10 +339,10 @@ def baseline(torch: Any, device: Device, job: dict[str, Any], ops: Operations) -
     allocator = Allocator(torch, plain, job["streams"], job["pools"], False)
     oldest = None if job["expandable"] else takes_oldest(allocator, script)
     slots = [0] * job["slots"]
-    offsets: dict[tuple[int, int, bool], int] = {}
+    offsets: dict[tuple[int, int, bool], list[int]] = {}
     try:
         for segment, offset in zip(job["start"], build(allocator, script, job["start"], slots)):
-            offsets.setdefault((segment["stream"], segment["pool"], segment["small"]), offset)
+            offsets.setdefault((segment["stream"], segment["pool"], segment["small"]), []).append(offset)
     except Parted as error:
         return {"parted": vars(error), "takes_oldest": oldest}
     if job["config"]:

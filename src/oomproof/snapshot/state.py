@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from oomproof.snapshot.model import DEFAULT_POOL, Action, Block, Events, Snapshot
+from oomproof.snapshot.model import Action, Block, Events, Snapshot
 from oomproof.snapshot.segments import Extent, Extents
 
 _SMALLEST_BLOCK = 512
@@ -97,6 +97,7 @@ class History:
         self.settings = snapshot.settings
         self.problems: list[str] = []
         self.problem_count = 0
+        self.new_regions: set[int] = set()  # events that map pages beside no others
         self.allocations: list[Allocation] = []
         segments = [segment for segment in snapshot.segments if segment.device == device]
         self.final_segments = Extents(Extent.of(segment) for segment in segments)
@@ -107,6 +108,8 @@ class History:
             if block.active
         }
         self._rounding = Rounding(snapshot.settings)
+        # Events before torch 2.12 do not say their pool: it is known of segments that are there at the end.
+        self._segment_pools: dict[int, tuple[int, int]] = {}
         self.start_segments, start = self._undo()
         self._redo(start)
         self.unsure = sum(not allocation.exact for allocation in self.allocations)
@@ -164,22 +167,20 @@ class History:
                 address=address,
                 size_bytes=size,
                 stream=events.stream[index],
-                pool=self._pool_of(index),
+                pool=self._segment_pools.get(index) or self.pools[events.pool[index]],
                 expandable=kind in (Action.SEGMENT_MAP, Action.SEGMENT_UNMAP),
             )
+            before = len(segments)
             done = segments.add(extent)
+            if extent.expandable and forwards and len(segments) > before:
+                self.new_regions.add(index)
         else:
+            there = segments.at(address)
+            if there is not None and not forwards:
+                self._segment_pools[index] = there.pool
             done = segments.remove(address, size)
         if not done and not forwards:  # forwards it would be the same once more
             self._problem(index, f"the segment at {address:#x} of {size:,} B does not agree with later ones")
-
-    def _pool_of(self, index: int) -> tuple[int, int]:
-        """Return the pool of a segment: formats before torch 2.12 say it only of segments that are there at the end."""
-        events = self.events
-        if events.pool[index]:
-            return self.pools[events.pool[index]]
-        kept = self.final_segments.at(events.address[index])
-        return kept.pool if kept else DEFAULT_POOL
 
     # ---- forwards -------------------------------------------------------------------------------------------------
 

@@ -76,6 +76,10 @@ class Recorded:
         self.expandable = any(e.expandable for e in (*history.start_segments, *history.final_segments)) or any(
             kind in (Action.SEGMENT_MAP, Action.SEGMENT_UNMAP) for kind in history.events.action
         )
+        events = history.events
+        self._mapped_below = {
+            address + size: address for kind, address, size, _ in events if kind == Action.SEGMENT_MAP and size
+        }
         self._translate()
         self.start = self._start()
         self.packed = [
@@ -94,6 +98,7 @@ class Recorded:
             "slots": len(self.history.allocations),
             "streams": len(self._streams),
             "pools": len(self._pools),
+            "pools_known": self._by_age or len(self._pools) == 1,
         }
 
     def _stream(self, stream: int) -> int:
@@ -186,6 +191,9 @@ class Recorded:
             small = self._is_small(first)
             inside = [block for block in blocks if first.address <= block.address < last.end]
             pieces: list[list[Any]] = []
+            begin = self._beginning(first)
+            if begin < first.address:
+                pieces.append([begin, first.address - begin, -1, True, 0])
             cursor = first.address
             for position, extent in enumerate(extents):
                 if position:
@@ -200,8 +208,8 @@ class Recorded:
                 cursor = extent.end
             start.append(
                 {
-                    "address": first.address,
-                    "size": last.end - first.address,
+                    "address": begin,
+                    "size": last.end - begin,
                     "small": small,
                     "stream": self._stream(first.stream),
                     "pool": self._pool(first.pool),
@@ -211,6 +219,13 @@ class Recorded:
             )
         # A PyTorch that says each event's pool may go by the age of segments, and on Linux the older ones lie higher.
         return start[::-1] if self._by_age and not self.rising else start
+
+    def _beginning(self, extent: Extent) -> int:
+        """Return where an expandable segment begins, as far as the trace maps pages below those of its start."""
+        begin = extent.address
+        while extent.expandable and begin in self._mapped_below:
+            begin = self._mapped_below[begin]
+        return begin
 
     @staticmethod
     def _gap(pieces: list[list[Any]], start: int, end: int, small: bool) -> None:

@@ -57,8 +57,10 @@ class Operations:
 class Script:
     """Gives segments the recorded addresses, and refuses them where the recorded driver did."""
 
-    def __init__(self, calls: list[list[int]], translate: bool = False) -> None:
+    def __init__(self, calls: list[list[int]], *, translate: bool = False, pools_known: bool = False) -> None:
         self.calls = calls  # [1 for an allocation or 0 for a free, address, bytes]
+        self.pools_known = pools_known  # whether a request that was refused says from which pool
+        self.refusing = False
         self.translate = translate  # expandable segments lie where the driver puts them
         self.done = 0
         self.next_address = 0  # while the start is built
@@ -68,6 +70,8 @@ class Script:
         self.frees = 0
 
     def place(self, size: int) -> int | None:
+        if self.refusing:
+            return None
         self.allocations += 1
         if self.next_address:
             return self.next_address
@@ -230,7 +234,11 @@ def pack(allocator: Allocator, blocks: list[list[int]], slots: list[int]) -> Non
 
 
 def follow(
-    allocator: Allocator, script: Script, ops: Operations, slots: list[int], offsets: dict[tuple[int, int, bool], list[int]]
+    allocator: Allocator,
+    script: Script,
+    ops: Operations,
+    slots: list[int],
+    offsets: dict[tuple[int, int, bool], list[int]],
 ) -> Parted | None:
     """Replay and compare each address and driver call; return where the two part, after replaying the rest."""
     out_of_memory = allocator.torch.cuda.OutOfMemoryError
@@ -273,6 +281,15 @@ def follow(
                 allocator.empty_cache()
         elif kind == REGION:
             fresh += 1
+        elif kind == REFUSED and script.pools_known and not script.translate:
+            script.refusing = True
+            try:
+                allocator.delete(allocator.allocate(size, streams[stream]))
+                parted = parted or Parted(event, f"out of memory for {size:,} B", "there is room")
+            except out_of_memory:
+                if parted is None and script.parted:
+                    parted = Parted(event, f"out of memory for {size:,} B", script.parted)
+            script.refusing = False
         elif kind in (EMPTY_CACHE, REFUSED):  # before it gives up, the allocator releases all that is unused
             allocator.empty_cache()
             if parted is None and script.parted:
@@ -333,7 +350,7 @@ def final_layout(torch: Any) -> dict[str, Any]:
 
 def baseline(torch: Any, device: Device, job: dict[str, Any], ops: Operations) -> dict[str, Any]:
     """Replay as recorded; the result says whether everything was the same."""
-    script = Script(job["driver_calls"], job["expandable"])
+    script = Script(job["driver_calls"], translate=job["expandable"], pools_known=job["pools_known"])
     device.on_place(script.place, script.take_back)
     plain = "expandable_segments:True" if job["expandable"] else ""
     allocator = Allocator(torch, plain, job["streams"], job["pools"], False)

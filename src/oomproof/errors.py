@@ -7,6 +7,7 @@
     │   └── BuildError           1   the stand-ins could not be compiled
     ├── ScriptError              1   the script itself failed or never used what was to be measured
     └── CaptureError             1   a file is not what it should be
+        └── SnapshotError        1   a memory snapshot is not what it should be, or too large
 
 Every message ends with the cure.
 """
@@ -53,3 +54,7 @@ class ScriptError(OomproofError):
 
 class CaptureError(OomproofError):
     """A capture, GPU file or measurement on disk is malformed or too new."""
+
+
+class SnapshotError(CaptureError):
+    """A memory snapshot is malformed, asks to run code, or takes more memory to read than is allowed."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from oomproof.cli import doctor, gpus, report, run, triage
+from oomproof.cli import doctor, gpus, replay, report, run, triage
 from oomproof.errors import EXIT_FAILED, EXIT_FITS, EXIT_INTERRUPTED, EXIT_USAGE, OomproofError
 
 #: Base of typer's own complaints: click's ClickException. Newer typers carry a click of their own, so it is found
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 app.command("run", context_settings={"allow_interspersed_args": False}, epilog=run.EPILOG)(run.main)
 app.command("report")(report.main)
+app.command("replay")(replay.main)
 app.command("triage", epilog=triage.EPILOG)(triage.main)
 app.command("gpus")(gpus.main)
 app.command("doctor")(doctor.main)

@@ -33,7 +33,7 @@ MAX_PROFILE_BYTES = 256 * 2**20  # uncompressed
 
 _CHUNK_BYTES = 2**16
 _MAX_READ_BYTES = 2**20  # the largest single read: zipfile reads the table of contents at once, whatever its size
-_DAMAGE = (
+DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
     struct.error,
@@ -127,7 +127,7 @@ def _contents(path: str | os.PathLike[str], member: str, limit_bytes: int) -> by
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise UsageError(f"{path} is no regular file; give a capture written with `oomproof run -o FILE`")
-        with open(path, "rb", buffering=0) as raw, _Limited(raw) as file:
+        with open(path, "rb", buffering=0) as raw, Limited(raw) as file:
             return _read_text(file, member, limit_bytes)
     except CaptureError as error:
         raise CaptureError(f"{path}: {error}") from None
@@ -165,7 +165,7 @@ def _read_member(file: BinaryIO, member: str, limit_bytes: int) -> bytes | None:
                 _too_large(member)
             with archive.open(found[0]) as opened:
                 return _read_limited(opened, member, limit_bytes)
-    except _DAMAGE:
+    except DAMAGE:
         raise CaptureError(
             "it is cut short or damaged; copy it again, or write it anew with `oomproof run -o FILE`"
         ) from None
@@ -192,7 +192,7 @@ def _parse(text: bytes, what: str) -> Any:
         raise CaptureError(f"its {what} is not JSON; write it anew with `oomproof run -o FILE`") from None
 
 
-class _Limited(io.BufferedReader):
+class Limited(io.BufferedReader):
     """A file that refuses the large reads that a forged table of contents asks of zipfile."""
 
     def read(self, size: int | None = -1, /) -> bytes:

@@ -7,6 +7,7 @@
     │   └── BuildError           1   the stand-ins could not be compiled
     ├── ScriptError              1   the script itself failed or never used what was to be measured
     └── CaptureError             1   a file is not what it should be
+        └── SnapshotError        1   a memory snapshot is not what it should be, or too large
 
 Every message ends with the cure.
 """
@@ -17,6 +18,7 @@ EXIT_FITS = 0
 EXIT_FAILED = 1
 EXIT_DOES_NOT_FIT = 2
 EXIT_GUARD_STOPPED = 3
+EXIT_NOT_OOM = 4  # triage: no out-of-memory in it
 EXIT_USAGE = 64
 EXIT_INTERRUPTED = 130
 
@@ -52,3 +54,7 @@ class ScriptError(OomproofError):
 
 class CaptureError(OomproofError):
     """A capture, GPU file or measurement on disk is malformed or too new."""
+
+
+class SnapshotError(CaptureError):
+    """A memory snapshot is malformed, asks to run code, or takes more memory to read than is allowed."""

@@ -90,7 +90,7 @@ def test_files_that_cannot_be_read(
 
 def test_help_and_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Every verb explains itself; --version prints one line."""
-    for arguments in (["--help"], ["run", "-h"], ["report", "-h"], ["gpus", "-h"], ["doctor", "-h"]):
+    for arguments in (["--help"], ["run", "-h"], ["report", "-h"], ["triage", "-h"], ["gpus", "-h"], ["doctor", "-h"]):
         assert call(monkeypatch, *arguments) == 0
         assert "Usage" in capsys.readouterr().out
     assert call(monkeypatch, "--version") == 0

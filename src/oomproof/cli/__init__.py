@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from oomproof.cli import diff, doctor, export, gpus, report, run, steps, table, timeline, tree
+from oomproof.cli import diff, doctor, export, gpus, replay, report, run, steps, table, timeline, tree, triage
 from oomproof.errors import EXIT_FAILED, EXIT_FITS, EXIT_INTERRUPTED, EXIT_USAGE, OomproofError
 
 #: Base of typer's own complaints: click's ClickException. Newer typers carry a click of their own, so it is found
@@ -30,6 +30,8 @@ app.command("timeline")(timeline.main)
 app.command("diff")(diff.main)
 app.command("steps")(steps.main)
 app.command("export")(export.main)
+app.command("replay")(replay.main)
+app.command("triage", epilog=triage.EPILOG)(triage.main)
 app.command("gpus")(gpus.main)
 app.command("doctor")(doctor.main)
 

@@ -14,7 +14,9 @@ from oomproof.report.source import load
 
 
 def main(
-    file: Annotated[Path, typer.Argument(help="A capture written by `oomproof run -o`.")],
+    file: Annotated[
+        Path, typer.Argument(help="A capture written by `oomproof run -o`, or a memory snapshot of PyTorch's.")
+    ],
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare the steps: leaks, growing reserved memory, peaks that vary."""

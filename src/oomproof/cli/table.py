@@ -15,7 +15,9 @@ from oomproof.report.source import load
 
 
 def main(
-    file: Annotated[Path, typer.Argument(help="A capture written by `oomproof run -o`.")],
+    file: Annotated[
+        Path, typer.Argument(help="A capture written by `oomproof run -o`, or a memory snapshot of PyTorch's.")
+    ],
     sort: Annotated[str, typer.Option(help=f"{', '.join(table.ORDERS)}.")] = "size",
     limit: Annotated[
         int | None, typer.Option(min=0, help="Blocks to show, 0 for all; default: 25, and all with --json or --csv.")

@@ -14,7 +14,9 @@ from oomproof.report.source import load
 
 
 def main(
-    file: Annotated[Path, typer.Argument(help="A capture written by `oomproof run -o`.")],
+    file: Annotated[
+        Path, typer.Argument(help="A capture written by `oomproof run -o`, or a memory snapshot of PyTorch's.")
+    ],
     step: Annotated[int | None, typer.Option(min=1, help="Only this step; 1 is the first.")] = None,
 ) -> None:
     """Draw what was allocated over the steps, stacked by category."""

@@ -16,7 +16,9 @@ from oomproof.report.source import load
 
 
 def main(
-    file: Annotated[Path, typer.Argument(help="A capture written by `oomproof run -o`.")],
+    file: Annotated[
+        Path, typer.Argument(help="A capture written by `oomproof run -o`, or a memory snapshot of PyTorch's.")
+    ],
     by: Annotated[
         str | None, typer.Option(help="module, stack or category; default: module, or stack where none is known.")
     ] = None,

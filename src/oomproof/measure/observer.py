@@ -347,7 +347,8 @@ class Observer:
         profile_path = None
         if moment is not None and self.profiling and not brief:
             profile_path = str(self.folder / f"profile-{self.pid}.json")
-            _write(Path(profile_path), profile(torch, self.ledger[index], index, allocated, reserved).to_json())
+            made = profile(torch, self.ledger[index], index, allocated, reserved, len(self.per_step))
+            _write(Path(profile_path), made.to_json())
         ooms, retries = self.counters.troubles(index)
         cause = self._out_of_memory_in(error)
         if cause is not None:

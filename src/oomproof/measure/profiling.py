@@ -14,8 +14,11 @@ from oomproof.measure.series import growth
 STACK_LINES = 32
 
 
-def profile(torch: ModuleType, ledger: Ledger, device: int, allocated: int, reserved: int) -> Profile:
-    """Return what a device's ledger knows; ``allocated`` and ``reserved`` are the counters' peaks, in bytes."""
+def profile(torch: ModuleType, ledger: Ledger, device: int, allocated: int, reserved: int, steps: int) -> Profile:
+    """Return what a device's ledger knows.
+
+    ``allocated`` and ``reserved`` are the counters' peaks, in bytes; ``steps`` is how many steps have ended.
+    """
     assert ledger.peak is not None
     assert ledger.series is not None
     series = ledger.series
@@ -32,7 +35,7 @@ def profile(torch: ModuleType, ledger: Ledger, device: int, allocated: int, rese
         blocks=tuple(_row(block, stacks) for block in at_peak),
         slack_bytes=allocated - sum(block.size for block in at_peak),
         points=series.points(),
-        steps=series.steps(),
+        steps=tuple(row for row in series.steps() if row.step <= steps),
         growth=growth(ledger.live(), lambda block: stacks.for_module(block.stack, block.module())),
         segments=series.segments(stacks.for_module),
         notes=(),

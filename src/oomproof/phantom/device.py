@@ -61,6 +61,10 @@ class EventStruct(ctypes.Structure):
 
 READ_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t)
 ANSWER_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+PLACE_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)
+TAKE_BACK_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+USUAL_PLACE = ctypes.c_void_p(-1).value  # OOM_USUAL_PLACE
 
 
 class Device:
@@ -70,6 +74,7 @@ class Device:
         self._library = library
         self._callback: Any = None  # these keep the ctypes trampolines alive
         self._answer_callback: Any = None
+        self._place_callbacks: Any = None
         library.oom_process_peak.restype = ctypes.c_uint64
         library.oom_device_peak.restype = ctypes.c_uint64
         library.oom_host_peak.restype = ctypes.c_uint64
@@ -142,6 +147,14 @@ class Device:
         """Call ``callback(address, size)`` before each copy from the device to the host."""
         self._callback = READ_CALLBACK(callback) if callback else READ_CALLBACK()
         self._library.oom_on_read(self._callback)
+
+    def on_place(self, place: Callable[[int], int | None], take_back: Callable[[int], None]) -> None:
+        """Ask ``place(size)`` where an allocation lies: an address, None to refuse it, or USUAL_PLACE.
+
+        ``take_back(address)`` is called before each free. Memory placed so is counted; there is nothing to touch.
+        """
+        self._place_callbacks = (PLACE_CALLBACK(place), TAKE_BACK_CALLBACK(take_back))
+        self._library.oom_on_place(*self._place_callbacks)
 
     def share(self, folder: str) -> None:
         """Exchange small messages with the other processes of the run through files in this folder."""

@@ -11,6 +11,8 @@ from oomproof.errors import CaptureError
 from oomproof.gpus import all_gpus
 from oomproof.measure.measurement import Measurement
 from oomproof.measure.profile import Profile
+from oomproof.snapshot.load import load as load_snapshot
+from oomproof.snapshot.profile import profile as profile_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +44,12 @@ class Source:
 
 
 def load(path: str | os.PathLike[str]) -> Source:
-    """Read the profile at ``path``.
+    """Read the profile in a capture, or make one of a memory snapshot of PyTorch's.
 
     Raises UsageError when there is no such file, CaptureError when it is damaged or has no profile.
     """
+    if _is_pickle(path):
+        return Source(path=os.fspath(path), profile=profile_of(load_snapshot(path)), measurement=None)
     measured = read_capture(path)
     profile = read_profile(path)
     if profile is None:
@@ -55,3 +59,11 @@ def load(path: str | os.PathLike[str]) -> Source:
             f"measure again with `oomproof run -o FILE.oomp -- {command}`"
         )
     return Source(path=os.fspath(path), profile=profile, measurement=measured)
+
+
+def _is_pickle(path: str | os.PathLike[str]) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(1) == b"\x80"
+    except OSError:  # whoever reads it says what is wrong
+        return False

@@ -68,6 +68,8 @@ OOM_EXPORT void oom_ensure_context(int device);
 OOM_EXPORT int oom_has_context(int device);
 OOM_EXPORT void *oom_alloc(int device, size_t size); /* NULL when the device is full */
 OOM_EXPORT int oom_free(void *pointer, size_t *size); /* 0, or -1 when it is no allocation */
+#define OOM_USUAL_PLACE ((void *)-1)
+OOM_EXPORT void oom_on_place(void *(*place)(size_t size), void (*take_back)(void *pointer)); /* place: NULL refuses */
 OOM_EXPORT int oom_charge(int device, size_t size);  /* counts without an address; -1 when the device is full */
 OOM_EXPORT void oom_discharge(int device, size_t size);
 OOM_EXPORT void *oom_reserve_addresses(size_t size, size_t alignment);

@@ -151,15 +151,55 @@ static void unplace(struct chunk *chunk, struct segment *segment) {
     free(chunk);
 }
 
+/* A replay of a recorded run says itself where segments lie. Nothing is there: they can be counted, not touched. */
+struct elsewhere {
+    struct elsewhere *next;
+    char *start;
+    size_t size, asked;
+    int physical;
+};
+
+static struct elsewhere *placed_elsewhere;
+static void *(*on_place)(size_t size);
+static void (*on_take_back)(void *pointer);
+
+void oom_on_place(void *(*place)(size_t size), void (*take_back)(void *pointer)) {
+    on_place = place;
+    on_take_back = take_back;
+}
+
+static int put_elsewhere(int physical, void *pointer, size_t taken, size_t asked) {
+    struct elsewhere *made = malloc(sizeof *made);
+    if (!made) return -1;
+    *made = (struct elsewhere){placed_elsewhere, pointer, taken, asked, physical};
+    placed_elsewhere = made;
+    return 0;
+}
+
+static int take_back_elsewhere_locked(void *pointer, size_t *size) {
+    struct elsewhere **link = &placed_elsewhere;
+    while (*link && (*link)->start != (char *)pointer) link = &(*link)->next;
+    struct elsewhere *found = *link;
+    if (!found) return 0;
+    if (size) *size = found->asked;
+    oom_discharge_locked(found->physical, found->size);
+    *link = found->next;
+    free(found);
+    return 1;
+}
+
 void *oom_alloc(int device, size_t size) {
     int physical = oom_physical_index(device);
     if (physical < 0) return NULL;
     size_t taken = oom_round_up(size ? size : 1, PAGE_GRANULARITY);
+    void *asked_for = on_place ? on_place(size) : OOM_USUAL_PLACE; /* without the lock: it may be Python */
+    if (!asked_for) return NULL;
     void *pointer = NULL;
     pthread_mutex_lock(&oom_lock);
     oom_ensure_context_locked(physical);
     if (taken >= size && oom_charge_locked(physical, taken) == 0) {
-        pointer = place(physical, size);
+        if (asked_for == OOM_USUAL_PLACE) pointer = place(physical, size);
+        else if (put_elsewhere(physical, asked_for, taken, size) == 0) pointer = asked_for;
         if (!pointer) oom_discharge_locked(physical, taken);
     }
     pthread_mutex_unlock(&oom_lock);
@@ -167,7 +207,12 @@ void *oom_alloc(int device, size_t size) {
 }
 
 int oom_free(void *pointer, size_t *size) {
+    if (on_take_back) on_take_back(pointer);
     pthread_mutex_lock(&oom_lock);
+    if (take_back_elsewhere_locked(pointer, size)) {
+        pthread_mutex_unlock(&oom_lock);
+        return 0;
+    }
     struct chunk *chunk = NULL;
     struct segment *segment = find(pointer, &chunk);
     int found = segment && segment->start == (char *)pointer;

@@ -1,0 +1,1 @@
+"""Which kind of out-of-memory it was: from a log, from a capture, from one error message."""

@@ -118,7 +118,7 @@ def copy_snapshot(path: str | os.PathLike[str], target: str | os.PathLike[str]) 
                 with replacing(Path(target)) as sink:
                     sink.write(head)
                     shutil.copyfileobj(source, sink, 2**20)
-    except _DAMAGE:
+    except DAMAGE:
         raise CaptureError(f"{path}: its snapshot is cut short or damaged; copy the capture again") from None
     return True
 

@@ -48,7 +48,7 @@ def load(path: str | os.PathLike[str]) -> Source:
 
     Raises UsageError when there is no such file, CaptureError when it is damaged or has no profile.
     """
-    if _is_pickle(path):
+    if is_snapshot(path):
         return Source(path=os.fspath(path), profile=profile_of(load_snapshot(path)), measurement=None)
     measured = read_capture(path)
     profile = read_profile(path)
@@ -61,7 +61,8 @@ def load(path: str | os.PathLike[str]) -> Source:
     return Source(path=os.fspath(path), profile=profile, measurement=measured)
 
 
-def _is_pickle(path: str | os.PathLike[str]) -> bool:
+def is_snapshot(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file is a pickle, as PyTorch's memory snapshots are."""
     try:
         with open(path, "rb") as file:
             return file.read(1) == b"\x80"

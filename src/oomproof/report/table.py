@@ -166,7 +166,7 @@ def _table(sheet: Sheet, blocks: Sequence[Block], whole_bytes: int) -> Iterator[
         kept = [i for i in kept if i != drop]
     widths = {i: min(needed[i], least[i]) for i in kept}
     spare = sheet.width - sum(widths[i] + 2 for i in kept) + 2
-    for i in sorted(kept, key=lambda i: (i not in (3, 4, 7), i)):
+    for i in sorted(kept, key=lambda i: (i != 6, i not in (3, 4, 7), i)):
         more = max(0, min(spare, needed[i] - widths[i]))
         widths[i] += more
         spare -= more

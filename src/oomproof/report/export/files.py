@@ -9,7 +9,7 @@ from oomproof.capture import copy_snapshot, replacing
 from oomproof.errors import CaptureError
 from oomproof.report.export.perfetto import to_perfetto
 from oomproof.report.export.speedscope import to_speedscope
-from oomproof.report.source import load
+from oomproof.report.source import is_snapshot, load
 
 
 def export(
@@ -20,6 +20,8 @@ def export(
     Raises CaptureError when the capture has no snapshot for ``memory_viz``; nothing is written then.
     """
     written = []
+    if memory_viz is not None and is_snapshot(path):
+        raise CaptureError(f"{path} is a memory snapshot already; open it in https://docs.pytorch.org/memory_viz")
     if memory_viz is not None:  # first, since it is what may be missing
         if not copy_snapshot(path, memory_viz):
             raise CaptureError(

@@ -45,7 +45,7 @@ def shown(path: Path) -> str:
 )
 def test_state(profile: Profile, state: str) -> None:
     """Each fault is told from the others."""
-    assert steps.examine(profile).state == state
+    assert steps.examine(profile).states == (state,)
 
 
 def test_leak_names_the_line_and_the_rate(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_cache_that_has_filled_is_no_leak() -> None:
     """What stopped growing before the last steps is told, but not as a leak."""
     filled = Growth(("cache.py:3 get",), None, "unknown", 3, 3 * MIB, 3, 1, 3)
     found = steps.examine(training(steps=8)._replace(growth=(filled,)))
-    assert found.state == "steady"
+    assert found.states == ("steady",)
     assert found.settled == (filled,)
 
 
@@ -107,3 +107,21 @@ def test_many_steps_are_folded(tmp_path: Path) -> None:
     assert "step 50 " in text
     assert "step 100 " in text
     assert len(text.splitlines()) < 40
+
+
+def test_lengths_that_vary_fragment() -> None:
+    """Where lengths vary, what reserved grows by beyond what more is allocated is fragmentation."""
+    known = training(steps=6, vary=True, fragment_bytes=60 * MIB)
+    assert steps.examine(known).states == ("fragments", "varies")
+
+
+def test_more_memory_for_more_is_no_fragmentation() -> None:
+    """A step that allocates more than all before it may reserve more."""
+    known = training(steps=3)
+    rows = tuple(
+        known.steps[1]._replace(
+            step=n, reserved_bytes=n * 100 * MIB, category_bytes=(n * 100 * MIB, *known.steps[1].category_bytes[1:])
+        )
+        for n in range(1, 9)
+    )
+    assert steps.examine(known._replace(steps=rows)).states == ("varies",)

@@ -17,7 +17,9 @@ from oomproof.report.source import Source
 from oomproof.report.words import NextCommand, plural
 from oomproof.units import MIB, format_bytes
 
+MANY = 1000  # steps
 FEW = 3  # steps that a trend needs
+FRAGMENTS = 0.02  # of reserved: less growth than that is the allocator's choice, too
 NOISE = 0.01  # of the peak: a smaller change between steps is the allocator's choice of blocks
 TRIFLE = 0.001  # of the peak
 ROWS = 6
@@ -39,7 +41,7 @@ class Place:
 class Findings:
     """What the steps show."""
 
-    state: str  # "steady", "leaks", "fragments", "varies", "too-few-steps", "no-steps"
+    states: tuple[str, ...]  # one or more of "leaks", "fragments", "varies", or one of the others; the worst first
     rows: tuple[StepRow, ...]
     first_to_steady_bytes: int | None  # the last step's peak less the first's; None with a single step
     changes: tuple[tuple[str, int], ...]  # by category, between the first and the last step's peaks
@@ -47,7 +49,7 @@ class Findings:
     settled: tuple[Growth, ...]  # no longer growing
     leak_bytes_per_step: int
     steps_until_full: int | None  # from the last step on, at this rate; None: no leak, or the memory is not known
-    reserved_growth_bytes: int  # over the later steps, while what is allocated does not grow
+    reserved_growth_bytes: int  # over the later steps, beyond what more is allocated
     places: tuple[Place, ...]  # that the growth of reserved comes from, the largest first
     lowest: StepRow | None  # of the later steps, when their peaks differ
     highest: StepRow | None
@@ -72,22 +74,12 @@ def examine(profile: Profile) -> Findings:
     rate = sum(map(per_step, leaks))
     left = None if profile.limit_bytes is None or not rows else max(0, profile.limit_bytes - rows[-1].reserved_bytes)
     later = rows[1:]
-    fragments = _reserved_growth(later)
+    fragments = _reserved_growth(rows)
     varies = _spread(later) if not leaks else None
-    if not rows:
-        state = "no-steps"
-    elif leaks:
-        state = "leaks"
-    elif fragments:
-        state = "fragments"
-    elif varies:
-        state = "varies"
-    elif len(rows) < FEW:
-        state = "too-few-steps"
-    else:
-        state = "steady"
+    faults = [name for name, there in (("leaks", leaks), ("fragments", fragments), ("varies", varies)) if there]
+    harmless = "no-steps" if not rows else "too-few-steps" if len(rows) < FEW else "steady"
     return Findings(
-        state=state,
+        states=tuple(faults) or (harmless,),
         rows=rows,
         first_to_steady_bytes=high(rows[-1]) - high(rows[0]) if len(rows) > 1 else None,
         changes=_changes(rows[0], rows[-1]) if len(rows) > 1 else (),
@@ -102,16 +94,16 @@ def examine(profile: Profile) -> Findings:
     )
 
 
-def _reserved_growth(later: Sequence[StepRow]) -> int:
-    """Return by how much reserved grew over the later steps, 0 unless it did so again and again on its own."""
-    if len(later) < FEW:
-        return 0
-    grew = sum(b.reserved_bytes > a.reserved_bytes for a, b in pairwise(later))
-    growth = later[-1].reserved_bytes - later[0].reserved_bytes
-    allocated = high(later[-1]) - high(later[0])
-    if grew < 2 or growth < 2 * MIB or allocated > NOISE * high(later[0]) or later[-1].reserved_bytes == 0:
-        return 0
-    return growth
+def _reserved_growth(rows: Sequence[StepRow]) -> int:
+    """Return by how much more reserved grew after the second step than what is allocated; 0 unless again and again."""
+    growth, times, highest = 0, 0, max(map(high, rows[:2]), default=0)
+    for before, row in pairwise(rows[1:]):
+        more = row.reserved_bytes - before.reserved_bytes - max(0, high(row) - highest)
+        highest = max(highest, high(row))
+        if more > 0 and row.reserved_bytes > before.reserved_bytes:
+            growth += more
+            times += 1
+    return growth if times >= 2 and growth >= max(2 * MIB, FRAGMENTS * rows[1].reserved_bytes) else 0
 
 
 def _spread(later: Sequence[StepRow]) -> tuple[StepRow, StepRow] | None:
@@ -141,23 +133,27 @@ def _places(segments: Sequence[Segments], from_step: int) -> tuple[Place, ...]:
     return tuple(sorted(places, key=lambda place: -place.size_bytes))
 
 
-def verdict(found: Findings) -> tuple[str, str, str]:
-    """Return the finding in capitals, the sentence after it, and its colour."""
-    if found.state == "no-steps":
+def verdicts(found: Findings) -> list[tuple[str, str, str]]:
+    """Return each finding in capitals, the sentence after it, and its colour; the worst first."""
+    return [_verdict(state, found) for state in found.states]
+
+
+def _verdict(state: str, found: Findings) -> tuple[str, str, str]:
+    if state == "no-steps":
         return "NO STEPS", "no step is known here, so nothing can be said of growth", "yellow"
-    if found.state == "leaks":
+    if state == "leaks":
         full = ""
         if found.steps_until_full is not None:
             full = f": at this rate the GPU is full about {plural(found.steps_until_full, 'step')} after the last one"
         return "LEAKS", f"{format_bytes(found.leak_bytes_per_step)} more in each step are never freed{full}", "red"
-    if found.state == "fragments":
+    if state == "fragments":
         grown = f"reserved grew by {format_bytes(found.reserved_growth_bytes)} over the later steps"
-        return "FRAGMENTS", f"{grown} though what is allocated did not", "yellow"
-    if found.state == "varies" and found.lowest and found.highest:
+        return "FRAGMENTS", f"{grown}, beyond what more was allocated", "yellow"
+    if state == "varies" and found.lowest and found.highest:
         low, top = found.lowest, found.highest
         detail = f"step {low.step} peaks at {format_bytes(high(low))}, step {top.step} at {format_bytes(high(top))}"
         return "VARIES", f"{detail}: a longer run may go higher", "yellow"
-    if found.state == "too-few-steps":
+    if state == "too-few-steps":
         return "TOO FEW STEPS", f"{plural(len(found.rows), 'step')} cannot show a trend", "yellow"
     return "STEADY", "nothing grows from step to step", "green"
 
@@ -166,10 +162,10 @@ def body(source: Source, found: Findings) -> Body:
     """Return what draws the findings."""
 
     def lines(sheet: Sheet) -> Iterator[Text]:
-        name, detail, colour = verdict(found)
-        text = Text(f"{name}", f"bold reverse {colour}")
-        text.append(f"  {detail}", "not reverse bold default")
-        yield text
+        for name, detail, colour in verdicts(found):
+            text = Text(name, f"bold reverse {colour}")
+            text.append(f"  {detail}", "not reverse bold default")
+            yield text
         if not found.rows:
             return
         yield Text()
@@ -265,7 +261,7 @@ def to_json_text(source: Source, found: Findings) -> str:
     """Return the findings as JSON."""
     data: dict[str, Any] = {
         "schema": "oomproof.steps/1",
-        "state": found.state,
+        "states": list(found.states),
         "steps": [
             {
                 "step": row.step,
@@ -299,17 +295,19 @@ def _plain(growth: Growth) -> dict[str, Any]:
 
 def after(source: Source, found: Findings) -> NextCommand:
     """Return what to type next."""
-    if found.state == "leaks":
+    state = found.states[0]
+    if state == "leaks":
         return NextCommand(
             reason="mend the line, measure again, and see the difference",
             command=f"oomproof diff {source.quoted} MENDED.oomp",
         )
-    if found.state == "fragments":
+    if state == "fragments":
         return NextCommand(
             reason="see whether segments that can grow cure it",
             command=f"PYTORCH_ALLOC_CONF=expandable_segments:True {source.run_again()}",
         )
-    if found.state in ("varies", "too-few-steps"):
-        count = 10 if found.state == "too-few-steps" else 10 * len(found.rows)
-        return NextCommand(reason="measure more steps", command=source.run_again("--steps", str(count)))
+    if state in ("varies", "too-few-steps"):
+        count = 10 if state == "too-few-steps" else 10 * len(found.rows)
+        wanted = str(count) if count <= MANY else "all"
+        return NextCommand(reason="measure more steps", command=source.run_again("--steps", wanted))
     return NextCommand(reason="see what the peak consists of", command=f"oomproof tree {source.quoted}")

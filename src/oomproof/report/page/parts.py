@@ -45,10 +45,11 @@ def verdict(source: Source) -> str:
 def warning(source: Source) -> str:
     """Return what the steps show when it is a fault, to stand right below the verdict; "" when they show none."""
     found = step_report.examine(source.profile)
-    if found.state not in ("leaks", "fragments", "varies"):
-        return ""
-    name, detail, colour = step_report.verdict(found)
-    return f'<p class="finding {TONES[colour]}"><b>{name}</b> {text(detail)}. <a href="#steps">Which lines</a></p>'
+    faults = step_report.verdicts(found) if {"leaks", "fragments", "varies"} & set(found.states) else []
+    return "".join(
+        f'<p class="finding {TONES[colour]}"><b>{name}</b> {text(detail)}. <a href="#steps">More</a></p>'
+        for name, detail, colour in faults
+    )
 
 
 def figures(source: Source) -> str:
@@ -122,7 +123,10 @@ def steps(source: Source) -> str:
     found = step_report.examine(source.profile)
     if not found.rows:
         return ""
-    name, detail, colour = step_report.verdict(found)
+    told = "".join(
+        f'<p class="finding {TONES[colour]}"><b>{name}</b> {text(detail)}</p>'
+        for name, detail, colour in step_report.verdicts(found)
+    )
     rows = found.rows if len(found.rows) <= STEP_ROWS else (*found.rows[: STEP_ROWS - 2], *found.rows[-2:])
     body = "".join(
         f'<tr><th scope="row">step {row.step}</th><td class="number">{format_bytes(step_report.high(row))}</td>'
@@ -144,7 +148,7 @@ def steps(source: Source) -> str:
         for p in found.places[:8]
     ]
     return (
-        f'<section id="steps"><h2>Steps</h2><p class="finding {TONES[colour]}"><b>{name}</b> {text(detail)}</p>'
+        f'<section id="steps"><h2>Steps</h2>{told}'
         f'<div class="scroll"><table class="steps"><thead><tr><td></td><th>allocated</th><th>reserved</th>'
         f"<th>left at its end</th></tr></thead>{body}</table></div>{more}{first}"
         f"{'<ul>' + ''.join(culprits) + '</ul>' if culprits else ''}</section>"
@@ -194,7 +198,7 @@ def advice(source: Source, larger_gpu: str | None) -> list[NextCommand]:
     advised = []
     if source.measurement is not None:
         advised.append(next_command(source.measurement, saved=True, larger_gpu=larger_gpu))
-    if found.rows and found.state != "steady":
+    if found.rows and found.states != ("steady",):
         advised.append(step_report.after(source, found))
     advised += [
         NextCommand(reason="see the peak by line of code", command=f"oomproof tree {source.quoted} --by stack"),

@@ -54,6 +54,7 @@ def _curve(profile: Profile) -> dict[str, Any] | None:
     phases: dict[str | None, int] = {}
     top = max(range(len(points)), key=lambda i: allocated(points[i]))
     found = spans(profile.points)
+    whole = {row.step for row in profile.steps}  # what comes after the last one is no step
     return {
         "x": [point.event for point in points],
         "step": [point.step for point in points],
@@ -62,7 +63,12 @@ def _curve(profile: Profile) -> dict[str, Any] | None:
         "bytes": [list(sizes) for sizes in zip(*(point.category_bytes for point in points), strict=True)],
         "peak": top,
         "spans": [
-            [span.step, phases.setdefault(span.phase, len(phases)), span.first_event, span.last_event]
+            [
+                span.step if span.step in whole else None,
+                phases.setdefault(span.phase, len(phases)),
+                span.first_event,
+                span.last_event,
+            ]
             for span in found[:SPANS]
         ],
         "phases": list(phases),

@@ -98,26 +98,60 @@
       button.addEventListener("click", () => {
         for (const other of box.children) other.setAttribute("aria-pressed", String(other === button));
         range = to;
-        if (window.Plotly) Plotly.relayout("curve", to ? { "xaxis.range": [...to] } : { "xaxis.autorange": true });
+        if (window.Plotly) drawCurve();
       });
       box.append(button);
     };
     add("All steps", null);
-    for (const { step, first, last } of ranges.slice(0, small.matches ? 3 : 8)) {
+    const top = ranges.findIndex(({ step }) => step === curve.step[curve.peak]);
+    const few = small.matches ? 3 : 8;
+    const chosen = ranges.length <= few ? ranges.keys() : [0, 1, ...(few > 3 ? [2] : []), top, ...(few > 3 ? [ranges.length - 1] : [])];
+    for (const i of [...new Set(chosen)].filter((i) => i >= 0).sort((a, b) => a - b)) {
+      const { step, first, last } = ranges[i];
       const edge = Math.max(1, (last - first) * 0.01);
       add(`Step ${step}`, [first - edge, last + edge]);
     }
   }
+  let points = { x: curve ? curve.x : [], at: curve ? curve.x.map((_, i) => i) : [] }; // what is drawn: events, and which points
+  // Where there are more points than pixels, each column of pixels has its highest, so that no peak is a faint line.
+  function choosePoints() {
+    const [from, to] = range || [curve.x[0], curve.x[curve.x.length - 1]];
+    const pixels = Math.max(100, $("curve").clientWidth - 70);
+    const first = nearest(from, curve.x), last = Math.min(curve.x.length - 1, nearest(to, curve.x) + 1);
+    points = { x: [], at: [] };
+    if (last - first < 1.5 * pixels) {
+      for (let i = first; i <= last; i++) { points.x.push(curve.x[i]); points.at.push(i); }
+      return;
+    }
+    const total = (i) => drawn.reduce((sum, category) => sum + (shown.get(category) ? curve.bytes[category][i] : 0), 0);
+    let column = -1, most = 0;
+    for (let i = first; i <= last; i++) {
+      const here = Math.max(0, Math.floor(((curve.x[i] - from) / (to - from)) * pixels));
+      const size = total(i);
+      if (here !== column) {
+        column = here;
+        points.x.push(from + (here / pixels) * (to - from));
+        points.at.push(i);
+        most = size;
+      } else if (size > most) {
+        points.at[points.at.length - 1] = i;
+        most = size;
+      }
+    }
+    points.x.push(Math.max(to, points.x[points.x.length - 1]));
+    points.at.push(last);
+  }
   function drawCurve() {
     const [one] = unit();
+    choosePoints();
     const traces = drawn.filter((i) => shown.get(i)).map((i) => ({
-      x: curve.x, y: curve.bytes[i].map((bytes) => bytes / one), name: data.categories[i].name, type: "scatter",
+      x: points.x, y: points.at.map((at) => curve.bytes[i][at] / one), name: data.categories[i].name, type: "scatter",
       mode: "lines", stackgroup: "all", hoverinfo: "none", line: { width: 0, shape: "hv" },
       fillcolor: data.categories[i].colour,
     }));
     if (shown.get("reserved")) {
       traces.push({
-        x: curve.x, y: curve.reserved.map((bytes) => bytes / one), type: "scatter", mode: "lines", hoverinfo: "none",
+        x: points.x, y: points.at.map((at) => curve.reserved[at] / one), type: "scatter", mode: "lines", hoverinfo: "none",
         line: { width: 2, color: style("--ink"), shape: "hv" },
       });
     }
@@ -130,29 +164,29 @@
     const name = unit()[1];
     Plotly.react("curve", traces, layout({
       hovermode: "x", dragmode: small.matches ? false : "zoom", margin: { l: small.matches ? 46 : 58, r: 10, t: 44, b: 34 },
-      xaxis: { range: range ? [...range] : undefined, showgrid: false, zeroline: false, tickformat: ",d", nticks: small.matches ? 4 : 10, showspikes: true, spikemode: "across", spikethickness: 1, spikecolor: style("--quiet"), spikedash: "solid", color: style("--quiet") },
+      xaxis: { range: range ? [...range] : [curve.x[0], curve.x[curve.x.length - 1]], showgrid: false, zeroline: false, tickformat: ",d", nticks: small.matches ? 4 : 10, showspikes: true, spikemode: "across", spikethickness: 1, spikecolor: style("--quiet"), spikedash: "solid", color: style("--quiet") },
       yaxis: { title: { text: name, standoff: 6 }, rangemode: "tozero", gridcolor: style("--grid"), zeroline: false, fixedrange: true, color: style("--quiet"), automargin: true },
       ...marks(range),
     }), CONFIG);
     const chart = $("curve");
     if (!chart.dataset.listens) {
       chart.dataset.listens = "1";
-      chart.on("plotly_hover", (event) => read(nearest(event.xvals ? event.xvals[0] : event.points[0].x)));
+      chart.on("plotly_hover", (event) => read(points.at[nearest(event.xvals ? event.xvals[0] : event.points[0].x, points.x)]));
       chart.on("plotly_unhover", () => read(curve.peak));
       chart.on("plotly_relayout", (change) => {
         if (!("xaxis.range[0]" in change || "xaxis.range" in change || "xaxis.autorange" in change)) return;
         const axis = chart.layout.xaxis;
         range = change["xaxis.autorange"] ? null : axis.range.slice();
-        Plotly.relayout("curve", marks(range));
+        setTimeout(drawCurve);
       });
-      addEventListener("resize", () => Plotly.relayout("curve", marks(range)));
+      addEventListener("resize", drawCurve);
     }
   }
-  function nearest(x) {
-    let low = 0, high = curve.x.length - 1;
+  function nearest(x, events) {
+    let low = 0, high = events.length - 1;
     while (low < high) {
       const middle = (low + high + 1) >> 1;
-      if (curve.x[middle] <= x) low = middle;
+      if (events[middle] <= x) low = middle;
       else high = middle - 1;
     }
     return low;
@@ -168,7 +202,8 @@
     const font = (colour) => ({ size: 11, color: colour });
     let free = -Infinity;
     const visible = curve.spans.filter((span) => span[3] >= from && span[2] <= to);
-    visible.forEach(([, phase, first, last], i) => {
+    const crowded = visible.length > pixels / 6;
+    if (!crowded) visible.forEach(([, phase, first, last], i) => {
       const name = curve.phases[phase];
       const next = visible[i + 1];
       const left = Math.max(first, from), right = Math.min(next ? next[2] : last, to);
@@ -178,11 +213,13 @@
       const label = wide > name.length * 7.4 ? band[name] : wide > 26 ? { forward: "fwd", backward: "bwd", optimizer: "opt", init: "init" }[name] : null;
       if (label) annotations.push({ x: (left + right) / 2, xref: "x", y: 1.025, yref: "paper", yanchor: "bottom", text: label, showarrow: false, font: font(style("--quiet")) });
     });
-    for (const { step, first } of stepRanges()) {
-      if (first < from || first > to) continue;
-      shapes.push({ type: "line", xref: "x", yref: "paper", x0: first, x1: first, y0: 0, y1: 1.1, line: { width: 1, color: style("--quiet"), dash: "dot" } });
+    const steps = stepRanges().filter(({ first }) => first >= from && first <= to);
+    for (const { step, first } of steps) {
       const text = `step ${step}`;
-      if (at(first) >= free && at(first) + text.length * 7 < pixels + 8) {
+      const labelled = at(first) >= free && at(first) + text.length * 7 < pixels + 8;
+      if (!labelled && steps.length > pixels / 30) continue; // more lines than anybody can tell apart
+      shapes.push({ type: "line", xref: "x", yref: "paper", x0: first, x1: first, y0: 0, y1: 1.1, line: { width: 1, color: style("--quiet"), dash: "dot" } });
+      if (labelled) {
         annotations.push({ x: first, xref: "x", y: 1.075, yref: "paper", xanchor: "left", yanchor: "bottom", text, showarrow: false, font: font(style("--ink")) });
         free = at(first) + text.length * 7 + 10;
       }

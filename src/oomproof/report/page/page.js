@@ -16,7 +16,8 @@
   function digits(number, places) {
     const scaled = number * 10 ** places; // a half goes to the even digit, as in the rest of the page
     if (Math.abs(scaled % 1) === 0.5) number = (2 * Math.round(scaled / 2)) / 10 ** places;
-    return number.toLocaleString("en-US", { minimumFractionDigits: places, maximumFractionDigits: places });
+    const [whole, rest] = number.toFixed(places).split("."); // toLocaleString takes longer than all the rest
+    return whole.replace(/\B(?=(\d{3})+$)/g, ",") + (rest ? "." + rest : "");
   }
   function size(bytes) {
     const magnitude = Math.abs(bytes);
@@ -282,7 +283,7 @@
       // In a narrow box there is room for the name alone.
       texttemplate: tree.names.map((_, i) => (wide(i) ? "%{label}<br>%{text}" : "%{label}")),
       customdata: tree.names.map((name, i) => [
-        plain(wrapped(name)), size(tree.bytes[i]), share(tree.bytes[i], tree.bytes[0]), plain(told(tree, i)), tree.blocks[i] ? `<br>${tree.blocks[i].toLocaleString("en-US")} blocks` : "",
+        plain(wrapped(name)), size(tree.bytes[i]), share(tree.bytes[i], tree.bytes[0]), plain(told(tree, i)), tree.blocks[i] ? `<br>${digits(tree.blocks[i], 0)} blocks` : "",
       ]),
       hovertemplate: "<b>%{customdata[0]}</b><br>%{customdata[1]}, %{customdata[2]}<br>%{customdata[3]}%{customdata[4]}<extra></extra>",
     }, more);
@@ -356,14 +357,20 @@
       textposition: "top left", tiling: { pad: 2 }, maxdepth: 5,
     });
   }
+  const waiting = [];
+  function drawNext() { // one at a time: the first is on the screen before the next is begun
+    waiting[0]();
+    redraws.push(waiting.shift());
+    if (waiting.length) requestAnimationFrame(() => setTimeout(drawNext));
+  }
   // Charts below the first screen are drawn when they are about to be seen.
   function later(id, draw) {
     const watch = new IntersectionObserver((entries) => {
       if (!entries.some((entry) => entry.isIntersecting)) return;
       watch.disconnect();
-      draw();
-      redraws.push(draw);
-    }, { rootMargin: "600px" });
+      waiting.push(draw);
+      if (waiting.length === 1) setTimeout(drawNext);
+    }, { rootMargin: "300px" });
     watch.observe($(id));
   }
   if (!by) hide("where");

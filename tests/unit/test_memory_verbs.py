@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from pathlib import Path
 
@@ -172,3 +173,52 @@ def test_a_bare_profile_says_so(
     for verb, said in (("tree", "no block"), ("table", "no block"), ("timeline", "no event"), ("steps", "NO STEPS")):
         assert call(monkeypatch, verb, file) == 0
         assert said in capsys.readouterr().out
+
+
+def snapshot(*, stacks: bool = True) -> bytes:
+    """Return a memory snapshot as PyTorch writes one: a segment, and two blocks of which one was freed."""
+    frames = [{"filename": "/home/ada/train.py", "line": n, "name": f} for n, f in ((7, "step"), (20, "main"))]
+    events = [
+        ("segment_alloc", 4096 * 1024, 0x7F0000000000),
+        ("alloc", 1024 * 1024, 0x7F0000000000),
+        ("alloc", 512 * 1024, 0x7F0000100000),
+        ("free_requested", 512 * 1024, 0x7F0000100000),
+        ("free_completed", 512 * 1024, 0x7F0000100000),
+    ]
+    trace = [
+        {
+            "action": action, "size": size, "addr": address, "stream": 0, "time_us": 1000 + n,
+            "frames": frames if stacks else [],
+        }
+        for n, (action, size, address) in enumerate(events)
+    ]  # fmt: skip
+    blocks = [
+        {"size": 1024 * 1024, "requested_size": 1024 * 1024, "state": "active_allocated", "address": 0x7F0000000000},
+        {"size": 3072 * 1024, "requested_size": 0, "state": "inactive", "address": 0x7F0000100000},
+    ]
+    segment = {
+        "device": 0, "address": 0x7F0000000000, "total_size": 4096 * 1024, "allocated_size": 1024 * 1024,
+        "active_size": 1024 * 1024, "requested_size": 1024 * 1024, "stream": 0, "segment_type": "large",
+        "segment_pool_id": (0, 0), "is_expandable": False, "frames": [],
+        "blocks": [block | {"frames": []} for block in blocks],
+    }  # fmt: skip
+    return pickle.dumps({"segments": [segment], "device_traces": [trace], "allocator_settings": {}}, protocol=4)
+
+
+@pytest.mark.parametrize("stacks", [True, False])
+def test_memory_snapshots_are_read_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, stacks: bool
+) -> None:
+    """Each verb takes a snapshot of PyTorch's and tells it by stack, as far as it has stacks."""
+    file = tmp_path / "s.pickle"
+    file.write_bytes(snapshot(stacks=stacks))
+    for verb in ("tree", "table", "timeline", "steps"):
+        assert call(monkeypatch, verb, file) == 0
+        assert capsys.readouterr().out.strip()
+    assert call(monkeypatch, "tree", file, "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["by"], data["size_bytes"]) == ("stack", 1536 * 1024)
+    assert ("main" in json.dumps(data)) is stacks
+    assert call(monkeypatch, "report", file, "-o", tmp_path / "s.html") == 0
+    assert call(monkeypatch, "export", file, "--memory-viz", tmp_path / "x.pickle") == 1
+    assert "already" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from oomproof.units import format_bytes
 
 
 def main(
-    capture: Annotated[Path, typer.Argument(help="A capture written by `oomproof run -o`, or saved --json output.")],
+    capture: Annotated[Path, typer.Argument(help="A capture, saved --json output, or with -o also a memory snapshot.")],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write one HTML page with charts to this file.")
     ] = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from oomproof.measure.profile import CATEGORIES, Block, Profile, Stack
@@ -111,11 +111,3 @@ def shares(sizes: Mapping[str, int], room: int, dots: str) -> str:
             return f"{text}, {dots}" if text else ""
         text += more
     return text
-
-
-def largest(items: Iterable[tuple[str, int]], count: int) -> list[tuple[str, int]]:
-    """Return sums by name, the largest first, at most ``count`` of them."""
-    sums: dict[str, int] = {}
-    for name, size in items:
-        sums[name] = sums.get(name, 0) + size
-    return sorted(sums.items(), key=lambda item: (-item[1], item[0]))[:count]

@@ -66,15 +66,3 @@ def spans(points: Sequence[Point]) -> list[Span]:
         Span(step, phase, run[0].event, run[-1].event)
         for (step, phase), run in ((key, list(members)) for key, members in runs)
     ]
-
-
-def round_scale(largest: int) -> int:
-    """Return a round size in bytes, a power of two or one and a half of it, that holds ``largest``."""
-    scale = 2**20
-    while scale < largest:
-        if scale * 5 // 4 >= largest:
-            return scale * 5 // 4
-        if scale * 3 // 2 >= largest:
-            return scale * 3 // 2
-        scale *= 2
-    return scale

@@ -185,7 +185,7 @@ def test_autotuning_takes_the_first_of_equals(child: Child, triton: None) -> Non
     ended = child.run_script(script)
     block, warps, peak = ended.result
     assert (block, warps) == (512, 4), ended.stderr
-    assert peak - 8 * MIB in (256 * MIB, 256_000_000), "the second up to Triton 3.0"
+    assert peak - 8 * MIB in (256 * MIB, 256_000_000), "the second with Triton 3.0"
 
 
 # ---- CUDA graphs ---------------------------------------------------------------------------------------------------

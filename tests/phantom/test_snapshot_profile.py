@@ -12,6 +12,7 @@ import oomproof
 from oomproof.capture import read_profile
 from oomproof.snapshot.load import load
 from oomproof.snapshot.profile import profile
+from oomproof.triage.source import triage
 
 SNAPSHOTS = Path(__file__).parents[3] / "shared" / "snapshots"
 
@@ -49,3 +50,22 @@ def test_recorded_snapshots_have_their_peaks(name: str, allocated: int, steps: i
     assert sum(block.size_bytes for block in found.blocks) == allocated
     assert max(sum(point.category_bytes) for point in found.points) == allocated
     assert steps is None or len(found.steps) == steps
+
+
+def test_an_out_of_memory_in_a_snapshot_is_judged(tmp_path: Path) -> None:
+    """The request, what was free and allocated then, and the line that asked."""
+    (tmp_path / "train.py").write_text(
+        "import torch\ntorch.cuda.memory._record_memory_history()\nMIB = 1 << 20\n"
+        "def block(mib):\n    return torch.empty(mib * MIB, dtype=torch.uint8, device='cuda')\n"
+        "large, small = [], []\nfor _ in range(4):\n    large.append(block(300))\n    small.append(block(15))\n"
+        "del large\nkept = block(250)\n"
+        "try:\n    block(1800)\nexcept torch.OutOfMemoryError:\n"
+        "    torch.cuda.memory._dump_snapshot('oom.pickle')\n"
+    )
+    options = {"memory": "2GiB", "gpu": "t4", "cwd": tmp_path}
+    oomproof.run([PYTHON, str(tmp_path / "train.py")], **options)
+    found = triage(str(tmp_path / "oom.pickle"))
+    assert found.kind == "device-full"
+    assert found.figures.requested_bytes == 1800 << 20
+    assert found.ooms == 1
+    assert "train.py:" in found.evidence[-1].text

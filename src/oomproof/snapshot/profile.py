@@ -225,7 +225,7 @@ class _Maker:
         number = frames[0]["line"] if frames else 0
         if number not in self._shown:
             frames_here = self._snapshot.stacks[number]
-            lines = [self._line(f) for f in frames_here if _is_shown(f)] or _autograd_node(frames_here)
+            lines = [self._line(f) for f in frames_here if is_shown(f)] or _autograd_node(frames_here)
             self._shown[number] = tuple(lines[:STACK_LINES])
         return self._shown[number]
 
@@ -266,12 +266,13 @@ def _autograd_node(frames: Iterable[Frame]) -> list[str]:
     return []
 
 
-def _is_shown(frame: Frame) -> bool:
+def is_shown(frame: Frame) -> bool:
     """Return whether a frame is Python of the user or of a library other than torch."""
     parts = PurePath(frame.filename.replace("\\", "/")).parts
     python = frame.filename.endswith(".py") or "ipykernel" in frame.filename or frame.filename.startswith("<ipython")
     inside = "site-packages" in parts and parts[parts.index("site-packages") + 1 : -1][:1] == ("torch",)
-    return python and not inside and not frame.filename.startswith("<frozen")
+    ours = parts[-3:-1] == ("oomproof", "measure")  # a snapshot from a run of ours
+    return python and not inside and not ours and not frame.filename.startswith("<frozen")
 
 
 def _common_folder(frames: list[Frame]) -> str:
@@ -279,7 +280,7 @@ def _common_folder(frames: list[Frame]) -> str:
     own = {
         os.path.dirname(f.filename)
         for f in frames
-        if _is_shown(f) and "site-packages" not in f.filename and "/lib/python" not in f.filename
+        if is_shown(f) and "site-packages" not in f.filename and "/lib/python" not in f.filename
         and f.filename.startswith("/")
     }  # fmt: skip
     return os.path.commonpath(own) + "/" if own else "/"

@@ -75,16 +75,18 @@ def test_observing_changes_nothing_in_compiled_code(child: Child, triton: None, 
     modes = {
         "default": (None,), "graphs": ("reduce-overhead",), "budget": (None, 0.2), "checkpoint": (None, 1.0, True),
     }  # fmt: skip
-    # torch 2.4's compiled code holds the parameters, and stacks that are recorded with a block hold the code: there the
-    # next model in one process finds those of the last
-    processes = [modes] if version >= (2, 5) else [{name: how} for name, how in modes.items()]
 
     def peaks(**observed: Any) -> dict[str, list[int]]:
         options: dict[str, Any] = {"uses": [compiled_steps], "gpu": "a100-80gb", "steps": None, **observed}
+        # torch 2.4's compiled code holds the parameters, and stacks that are recorded with a block hold the code: there
+        # the next model in one process finds those of the last
+        processes = [modes] if version >= (2, 5) else [{name: how} for name, how in modes.items()]
         return {name: found for part in processes for name, found in child(body, part, **options).items()}
 
+    if version < (2, 5):
+        del modes["budget"]  # what torch 2.4 recomputes to keep to a budget varies from run to run, unobserved too
     bare = peaks(observe=False)
-    assert bare["budget"][4] < bare["default"][4], "recomputation keeps less"
+    assert "budget" not in bare or bare["budget"][4] < bare["default"][4], "recomputation keeps less"
     assert bare["graphs"][4] < bare["graphs"][0], "a replayed graph allocates nothing"
     for values in ("mirror", "keep"):
         assert peaks(observe=True, values=values) == bare
@@ -185,7 +187,7 @@ def test_autotuning_takes_the_first_of_equals(child: Child, triton: None) -> Non
     ended = child.run_script(script)
     block, warps, peak = ended.result
     assert (block, warps) == (512, 4), ended.stderr
-    assert peak - 8 * MIB in (256 * MIB, 256_000_000), "the second up to Triton 3.0"
+    assert peak - 8 * MIB in (256 * MIB, 256_000_000), "the second with Triton 3.0"
 
 
 # ---- CUDA graphs ---------------------------------------------------------------------------------------------------

@@ -23,6 +23,9 @@ from oomproof.snapshot.model import Action, Frame, Snapshot
 from oomproof.snapshot.state import Allocation, History
 
 STACK_LINES = 32
+#: PyTorch's default for cuBLAS before Hopper, ":4096:2:16:8" in KiB (CublasHandlePool.cpp); no tensor that lives on has
+#: this size by chance.
+CUBLAS_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024
 RULES = (
     "from a memory snapshot: it has no modules, names or shapes; phases and categories are read off the recorded "
     "stacks, and blocks from before the recording have none"
@@ -127,22 +130,22 @@ class _Maker:
     # ---- phases ----------------------------------------------------------------------------------------------------
 
     def _phases(self) -> Iterator[Mark]:
-        """Yield a mark for each event: its step, and the phase of its stack or of the last stack that told one."""
+        """Yield a mark for each event: its step, and the phase that its stack or an earlier one told."""
         events = self._events
         optimizing = _Intervals(self._snapshot, self._history.device)
         step, phase, stepped = 1, "init", False
-        for index in range(len(events)):
+        allocations = {a.free_requested: a for a in self._history.allocations if a.free_requested is not None}
+        for index, action in enumerate(events.action):
             stack, time_us = events.stack[index], events.time_us[index]
+            # where only allocations were recorded with stacks, a free has that of its block
+            own = stack and not (index in allocations and allocations[index].stack == stack)
             if optimizing.at(time_us):
-                told: str | None = "optimizer"
-            else:
+                phase = "optimizer"
+            elif own or action == Action.ALLOC:
                 if stack not in self._kinds:
                     self._kinds[stack] = self._phase_of(stack)
-                told = self._kinds[stack]
-            if told is not None:
-                phase = told
-            elif phase != "init":
-                phase = "other"
+                # a script's own lines between the model and the backward pass compute the loss
+                phase = self._kinds[stack] or (phase if phase in ("init", "forward") else "other")
             if phase == "optimizer":
                 stepped = True
             elif stepped and phase in ("forward", "backward"):
@@ -156,12 +159,12 @@ class _Maker:
                 return "backward"
             if frame.filename.endswith(".py"):
                 python = True
-                if _OPTIM in frame.filename and "optim" in frame.filename:
+                if _OPTIM in frame.filename:
                     return "optimizer"
                 called = called or (frame.filename.endswith(_MODULE) and frame.name == "_call_impl")
         if called:
             return "forward"
-        return None if python or not stack else "backward"  # autograd's threads have no Python frames
+        return None if python or len(self._snapshot.stacks) == 1 else "backward"  # autograd's threads have no Python
 
     # ---- blocks ----------------------------------------------------------------------------------------------------
 
@@ -181,7 +184,8 @@ class _Maker:
             return "optimizer_state"
         if in_modules and names & {"_apply", "convert"}:
             return "parameter"
-        if any("cublas" in name.lower() and "orkspace" in name for name in names):
+        kept = allocation.free_requested is None
+        if kept and (allocation.size_bytes == CUBLAS_WORKSPACE_BYTES or any("CUDABlasHandle" in n for n in names)):
             return "workspace"
         if allocation.born is None:
             return "unknown"
@@ -221,7 +225,7 @@ class _Maker:
         number = frames[0]["line"] if frames else 0
         if number not in self._shown:
             frames_here = self._snapshot.stacks[number]
-            lines = [self._line(f) for f in frames_here if _is_shown(f)] or _autograd_node(frames_here)
+            lines = [self._line(f) for f in frames_here if is_shown(f)] or _autograd_node(frames_here)
             self._shown[number] = tuple(lines[:STACK_LINES])
         return self._shown[number]
 
@@ -262,12 +266,13 @@ def _autograd_node(frames: Iterable[Frame]) -> list[str]:
     return []
 
 
-def _is_shown(frame: Frame) -> bool:
+def is_shown(frame: Frame) -> bool:
     """Return whether a frame is Python of the user or of a library other than torch."""
     parts = PurePath(frame.filename.replace("\\", "/")).parts
     python = frame.filename.endswith(".py") or "ipykernel" in frame.filename or frame.filename.startswith("<ipython")
     inside = "site-packages" in parts and parts[parts.index("site-packages") + 1 : -1][:1] == ("torch",)
-    return python and not inside and not frame.filename.startswith("<frozen")
+    ours = parts[-3:-1] == ("oomproof", "measure")  # a snapshot from a run of ours
+    return python and not inside and not ours and not frame.filename.startswith("<frozen")
 
 
 def _common_folder(frames: list[Frame]) -> str:
@@ -275,7 +280,7 @@ def _common_folder(frames: list[Frame]) -> str:
     own = {
         os.path.dirname(f.filename)
         for f in frames
-        if _is_shown(f) and "site-packages" not in f.filename and "/lib/python" not in f.filename
+        if is_shown(f) and "site-packages" not in f.filename and "/lib/python" not in f.filename
         and f.filename.startswith("/")
     }  # fmt: skip
     return os.path.commonpath(own) + "/" if own else "/"

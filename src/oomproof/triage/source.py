@@ -13,6 +13,10 @@ from typing import BinaryIO, cast
 from oomproof.capture import read_capture
 from oomproof.errors import CaptureError, UsageError
 from oomproof.measure.measurement import SCHEMA, Measurement
+from oomproof.snapshot.load import load
+from oomproof.snapshot.model import Action
+from oomproof.snapshot.profile import is_shown
+from oomproof.snapshot.state import History
 from oomproof.triage.advice import advise
 from oomproof.triage.figures import Figures
 from oomproof.triage.kinds import classify, classify_figures
@@ -54,12 +58,34 @@ def triage(path: str) -> Triage:
 
 
 def triage_snapshot(path: Path) -> Triage:
-    """Return the triage of a memory snapshot: the place where its reader will be called.
-
-    The snapshot's last trace event with action "oom" has the size that was asked for and ``device_free``, and its
-    segments what PyTorch had: they fill a Figures, which ``of_figures`` judges as it does a message's.
-    """
-    raise CaptureError(f"{path} is a pickle, and memory snapshots are not read yet; give the log or a capture")
+    """Return the triage of a memory snapshot: of the last out-of-memory in it, with what PyTorch had then."""
+    snapshot = load(path)
+    settings = Settings()
+    for device in snapshot.devices():
+        events = snapshot.events(device)
+        failed = [index for index, action in enumerate(events.action) if action == Action.OOM]
+        if not failed:
+            continue
+        state = History(snapshot, device).state_after(failed[-1])
+        figures = Figures(
+            requested_bytes=events.size[failed[-1]],
+            free_bytes=events.address[failed[-1]],
+            allocated_bytes=state.allocated_bytes,
+            unallocated_bytes=state.reserved_bytes - state.allocated_bytes,
+            device=device,
+        )
+        text = (
+            f"event {failed[-1]:,} of device {device}: {figures.requested_bytes:,} bytes were asked for, "
+            f"{figures.free_bytes:,} were free on the device; of PyTorch's {state.reserved_bytes:,} "
+            f"{state.allocated_bytes:,} were allocated"
+        )
+        where = snapshot.stacks[events.stack[failed[-1]]]
+        evidence = [Evidence(line=None, text=text)]
+        evidence += [Evidence(line=None, text=f"at {f.filename}:{f.line} {f.name}") for f in where if is_shown(f)][:1]
+        return replace(of_figures(figures, settings, tuple(evidence), source="the snapshot"), ooms=len(failed))
+    why = "the snapshot recorded no out-of-memory" + ("; its oldest events were lost" if snapshot.overflowed else "")
+    result = Triage(kind="not-oom", confidence="high", why=why, settings=settings)
+    return replace(result, advice=advise(result, "", ()))
 
 
 def of_figures(figures: Figures, settings: Settings, evidence: tuple[Evidence, ...], *, source: str) -> Triage:

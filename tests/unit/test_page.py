@@ -149,6 +149,15 @@ def test_without_a_measurement() -> None:
     assert "<b>PEAK</b> 1.21 GiB allocated" in text
 
 
+def test_out_of_memory_and_ranks() -> None:
+    """A run that does not fit says where it died and what it asked for; one of several processes has its ranks."""
+    text = page(Source(path="a.oomp", profile=training(), measurement=full()), "a100-80gb")
+    assert "step 1, forward, in h.7.attn (GPT2Attention), asking for 2.00 GiB" in text
+    assert "Tried to allocate 2.00 GiB" in text
+    assert text.index("rank 1, cuda:1") < text.index("rank 0, cuda:0"), "the worst stands first"
+    assert "--gpu a100-80gb" in text
+
+
 def test_leaks_and_next_commands() -> None:
     """The page names the leaking line, and commands a person can type, with the path quoted."""
     text = made(training(steps=8, leak_bytes=24 * MIB))

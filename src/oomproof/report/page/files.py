@@ -39,6 +39,7 @@ def page(source: Source, larger_gpu: str | None = None) -> str:
         warning=parts.warning(source),
         figures=parts.figures(source),
         breakdown=parts.breakdown(profile),
+        ranks=parts.ranks(measured),
         steps=parts.steps(source),
         unknown=parts.unknowns(source),
         next=parts.following(source, larger_gpu),

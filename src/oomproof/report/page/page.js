@@ -34,6 +34,10 @@
     text.replace(/[\u0000-\u001f\u007f]/g, "\ufffd").replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
   // Of a qualified name or a path the end says the most.
   const cut = (text, most) => (text.length > most ? "…" + text.slice(-most) : text);
+  const baseName = (frame) => {
+    const [place, ...rest] = frame.split(" ");
+    return [place.slice(place.lastIndexOf("/") + 1), ...rest].join(" ");
+  };
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const CONFIG = { displaylogo: false, responsive: true, displayModeBar: false, doubleClick: "reset" };
   function layout(more) {
@@ -273,10 +277,12 @@
     const whole = tree.bytes[Number(levels[id] || 0)];
     const own = (i) => tree.categories[i].length > 0 && tree.categories[i][0][1] >= 0.95 * tree.bytes[i];
     const wide = (i) => tree.bytes[i] > (type === "icicle" ? 0.06 : 0.012) * whole;
+    // Of joined frames the innermost says the most; the others are in the hover.
+    const label = (name) => (name.includes(":") ? baseName(name.split(", from ")[0]) : name);
     const colour = (i) => (own(i) ? data.categories[tree.categories[i][0][0]].colour : style("--branch"));
     const inside = tree.names.map((_, i) => (own(i) ? "#10151c" : style("--ink")));
     return Object.assign({
-      type, ids: tree.names.map((_, i) => String(i)), labels: tree.names.map((name, i) => plain(cut(wide(i) ? name : name.replace(/ \(.*\)$/, "") || name, 60))), level: levels[id] || "",
+      type, ids: tree.names.map((_, i) => String(i)), labels: tree.names.map((name, i) => plain(cut(label(wide(i) ? name : name.replace(/ \(.*\)$/, "") || name), 60))), level: levels[id] || "",
       parents: tree.parents.map((i) => (i < 0 ? "" : String(i))), values: tree.bytes, branchvalues: "total", sort: false,
       marker: { colors: tree.names.map((_, i) => colour(i)), line: { width: 1, color: style("--sheet") } }, leaf: { opacity: 1 },
       text: tree.bytes.map(size), insidetextfont: { size: 12, color: inside }, outsidetextfont: { color: style("--ink") },
@@ -415,10 +421,6 @@
       return way * (x < y ? -1 : x > y ? 1 : 0) || b[0] - a[0];
     });
   }
-  const baseName = (frame) => {
-    const [place, ...rest] = frame.split(" ");
-    return [place.slice(place.lastIndexOf("/") + 1), ...rest].join(" ");
-  };
   function drawRows() {
     const rows = found();
     const sum = rows.reduce((total, row) => total + row[0], 0);

@@ -19,6 +19,7 @@ from oomproof.units import format_bytes
 TONES = {"green": "good", "yellow": "care", "red": "bad"}
 STEP_ROWS = 12
 READS = 50
+RANKS = 16
 
 
 def text(value: str) -> str:
@@ -64,7 +65,7 @@ def figures(source: Source) -> str:
         low, high = device_bounds(measured)
         meaning = f"{span(low, high)}: with the context and all else" if low < high else "as nvidia-smi would show"
         cards.append(_card("device", measured.peak.device_bytes, meaning))
-    return f'<div class="cards">{"".join(cards)}</div>{_bar(profile, measured)}{_where(measured)}'
+    return f'<div class="cards">{"".join(cards)}</div>{_bar(profile, measured)}{_where(measured)}{_death(measured)}'
 
 
 def _card(name: str, size_bytes: int, meaning: str) -> str:
@@ -102,6 +103,40 @@ def _where(measured: Measurement | None) -> str:
     lines = "".join(f"<li><code>{text(frame)}</code></li>" for frame in peak.stack[:6])
     stack = f'<ol class="stack">{lines}</ol>' if lines else ""
     return f'<p class="where"><b>Where:</b> {text(place(peak.step, peak.phase, peak.module))}</p>{stack}'
+
+
+def _death(measured: Measurement | None) -> str:
+    """Return where the run on the GPU's own memory met its out-of-memory error."""
+    if measured is None or measured.oom is None:
+        return ""
+    oom = measured.oom
+    asked = "" if oom.requested_bytes is None else f", asking for {format_bytes(oom.requested_bytes)}"
+    caught = "; the script caught the error and went on" if oom.caught else ""
+    return (
+        f'<p class="where"><b>Out of memory:</b> {text(place(oom.step, oom.phase, oom.module))}{asked}{caught}</p>'
+        f'<p class="quiet">{text(oom.message)}</p>'
+    )
+
+
+def ranks(measured: Measurement | None) -> str:
+    """Return each rank of a run with several processes, the worst first; "" for a single one."""
+    if measured is None or len(measured.ranks) < 2:
+        return ""
+    order = ("does-not-fit", "unknown", "fits")
+    found = sorted(measured.ranks, key=lambda r: (order.index(r.verdict), -r.peak.device_bytes, r.rank))
+    rows = "".join(
+        f'<tr><th scope="row">rank {r.rank}, cuda:{r.device}</th><td class="number">{format_bytes(r.peak.allocated_bytes)}'
+        f'</td><td class="number">{format_bytes(r.peak.reserved_bytes)}</td>'
+        f'<td class="number">{format_bytes(r.peak.device_bytes)}</td><td>{r.verdict.replace("-", " ")}</td></tr>'
+        for r in found[:RANKS]
+    )
+    hidden = len(found) - RANKS
+    more = f'<p class="quiet">{hidden} more, none of them worse</p>' if hidden > 0 else ""
+    return (
+        '<section id="ranks"><h2>Ranks</h2><p>The charts are those of the worst one.</p><div class="scroll">'
+        '<table class="steps"><thead><tr><td></td><th>allocated</th><th>reserved</th><th>device</th><td></td></tr></thead>'
+        f"{rows}</table></div>{more}</section>"
+    )
 
 
 def breakdown(profile: Profile) -> str:

@@ -115,7 +115,7 @@ def _paths(profile: Profile, by: str) -> Callable[[Block], tuple[str, ...]]:
     return {"module": of_module, "stack": of_stack, "category": of_category}[by]
 
 
-def joined(node: Node, by: str) -> Node:
+def joined(node: Node) -> Node:
     """Return the node with what is below it, if that is all there is in it: "transformer.h", "step, from main"."""
     names = [node.name]
     first = node
@@ -127,7 +127,7 @@ def joined(node: Node, by: str) -> Node:
         node = child
     if node is first:
         return node
-    frames = by == "stack" or names[0] in (NO_MODULE, NO_STACK)
+    frames = any(":" in name for name in names)  # "train.py:12 step"; no module's name has a colon
     name = ", from ".join(reversed(names)) if frames else ".".join(names)
     return _with(first, name=name, kind=node.kind, children=node.children)
 
@@ -229,7 +229,7 @@ def _walk(root: Node, by: str, depth: int, sheet: Sheet) -> Iterator[tuple[str, 
 
     def below(node: Node, prefix: str, level: int) -> Iterator[tuple[str, Node]]:
         shown, rest = folded(node, root.size_bytes)
-        rows = [child if by == "category" and not level else joined(child, by) for child in shown]
+        rows = [child if by == "category" and not level else joined(child) for child in shown]
         if rest:
             rows.append(_more(rest, sheet))
         for number, child in enumerate(rows):

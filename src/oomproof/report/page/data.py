@@ -114,7 +114,7 @@ def _tree(root: Node, by: str) -> dict[str, list[Any]]:
         if len(shown) == len(ordered) - 1:
             shown = ordered
         for child in shown:
-            add(child if by == "category" and not level else joined(child, by), number, level + 1)
+            add(child if by == "category" and not level else joined(child), number, level + 1)
         rest = ordered[len(shown) :]
         if rest:
             more = Node(name=f"{len(rest):,} more")

@@ -125,8 +125,9 @@ def ranks(measured: Measurement | None) -> str:
     order = ("does-not-fit", "unknown", "fits")
     found = sorted(measured.ranks, key=lambda r: (order.index(r.verdict), -r.peak.device_bytes, r.rank))
     rows = "".join(
-        f'<tr><th scope="row">rank {r.rank}, cuda:{r.device}</th><td class="number">{format_bytes(r.peak.allocated_bytes)}'
-        f'</td><td class="number">{format_bytes(r.peak.reserved_bytes)}</td>'
+        f'<tr><th scope="row">rank {r.rank}, cuda:{r.device}</th>'
+        f'<td class="number">{format_bytes(r.peak.allocated_bytes)}</td>'
+        f'<td class="number">{format_bytes(r.peak.reserved_bytes)}</td>'
         f'<td class="number">{format_bytes(r.peak.device_bytes)}</td><td>{r.verdict.replace("-", " ")}</td></tr>'
         for r in found[:RANKS]
     )
@@ -134,8 +135,8 @@ def ranks(measured: Measurement | None) -> str:
     more = f'<p class="quiet">{hidden} more, none of them worse</p>' if hidden > 0 else ""
     return (
         '<section id="ranks"><h2>Ranks</h2><p>The charts are those of the worst one.</p><div class="scroll">'
-        '<table class="steps"><thead><tr><td></td><th>allocated</th><th>reserved</th><th>device</th><td></td></tr></thead>'
-        f"{rows}</table></div>{more}</section>"
+        '<table class="steps"><thead><tr><td></td><th>allocated</th><th>reserved</th><th>device</th><td></td></tr>'
+        f"</thead>{rows}</table></div>{more}</section>"
     )
 
 

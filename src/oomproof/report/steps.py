@@ -20,6 +20,7 @@ from oomproof.units import MIB, format_bytes
 MANY = 1000  # steps
 FEW = 3  # steps that a trend needs
 FRAGMENTS = 0.02  # of reserved: less growth than that is the allocator's choice, too
+SEGMENT_BYTES = 20 * MIB  # kLargeBuffer of the caching allocator: what blocks of 1 to 10 MiB are cut from
 NOISE = 0.01  # of the peak: a smaller change between steps is the allocator's choice of blocks
 TRIFLE = 0.001  # of the peak
 ROWS = 6
@@ -74,7 +75,7 @@ def examine(profile: Profile) -> Findings:
     rate = sum(map(per_step, leaks))
     left = None if profile.limit_bytes is None or not rows else max(0, profile.limit_bytes - rows[-1].reserved_bytes)
     later = rows[1:]
-    fragments = _reserved_growth(rows)
+    fragments = _reserved_growth(rows) if not leaks else 0  # a leak alone makes reserved grow
     varies = _spread(later) if not leaks else None
     faults = [name for name, there in (("leaks", leaks), ("fragments", fragments), ("varies", varies)) if there]
     harmless = "no-steps" if not rows else "too-few-steps" if len(rows) < FEW else "steady"
@@ -96,14 +97,12 @@ def examine(profile: Profile) -> Findings:
 
 def _reserved_growth(rows: Sequence[StepRow]) -> int:
     """Return by how much more reserved grew after the second step than what is allocated; 0 unless again and again."""
-    growth, times, highest = 0, 0, max(map(high, rows[:2]), default=0)
-    for before, row in pairwise(rows[1:]):
-        more = row.reserved_bytes - before.reserved_bytes - max(0, high(row) - highest)
-        highest = max(highest, high(row))
-        if more > 0 and row.reserved_bytes > before.reserved_bytes:
-            growth += more
-            times += 1
-    return growth if times >= 2 and growth >= max(2 * MIB, FRAGMENTS * rows[1].reserved_bytes) else 0
+    if len(rows) < FEW:
+        return 0
+    times = sum(after.reserved_bytes > before.reserved_bytes for before, after in pairwise(rows[1:]))
+    more_allocated = max(map(high, rows)) - max(map(high, rows[:2]))
+    growth = rows[-1].reserved_bytes - rows[1].reserved_bytes - more_allocated
+    return growth if times >= 2 and growth >= max(SEGMENT_BYTES, FRAGMENTS * rows[1].reserved_bytes) else 0
 
 
 def _spread(later: Sequence[StepRow]) -> tuple[StepRow, StepRow] | None:

@@ -13,6 +13,7 @@ from string import Template
 
 import oomproof
 from oomproof.capture import replacing
+from oomproof.errors import EnvironmentMissingError
 from oomproof.report.page import parts
 from oomproof.report.page.data import page_data
 from oomproof.report.source import Source
@@ -22,11 +23,9 @@ from oomproof.report.words import clean
 def page(source: Source, larger_gpu: str | None = None) -> str:
     """Return the page of one file. ``larger_gpu`` is the GPU to advise where this one is too small.
 
-    Its content security policy allows nothing to be loaded, and no script to run but the two that are in it.
+    Raises EnvironmentMissingError without plotly. Its content security policy allows nothing to be loaded, and no script to run but the two that are in it.
     """
-    from plotly.offline import get_plotlyjs  # half a second, which the other verbs need not wait for
-
-    plotly: str = get_plotlyjs()
+    plotly = _plotly()
     script = _file("page.js")
     profile, measured = source.profile, source.measurement
     title = " ".join(measured.command) if measured is not None else source.path
@@ -54,6 +53,14 @@ def write_page(path: str | os.PathLike[str], text: str) -> None:
     """Write the page to ``path`` in one atomic step. Raises UsageError when the place cannot be written."""
     with replacing(Path(path)) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
+
+
+def _plotly() -> str:
+    try:
+        from plotly.offline import get_plotlyjs  # here: the other verbs need not wait for it
+    except ImportError:
+        raise EnvironmentMissingError("the page needs plotly; install it: pip install plotly") from None
+    return str(get_plotlyjs())
 
 
 def _file(name: str) -> str:

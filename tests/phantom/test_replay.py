@@ -31,15 +31,15 @@ def gpu_with(room_bytes: int) -> Any:
     return with_memory(T4, room_bytes + T4.context_bytes[1])
 
 
-def _busy(path, seed, recorded_from, limit_mib):
-    """Allocate and free at random on three streams and in a pool, with out-of-memory errors, and record it."""
+def _busy(path, seed, recorded_from, limit_mib, pooled):
+    """Allocate and free at random on three streams and perhaps in a pool, with out-of-memory errors, and record it."""
     import random
 
     import torch
 
     chance = random.Random(seed)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
-    pool = torch.cuda.MemPool() if hasattr(torch.cuda, "MemPool") else None
+    pool = torch.cuda.MemPool() if pooled else None
     live, errors = [], 0
 
     def make():
@@ -78,11 +78,12 @@ def baseline_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay_module, "candidates", lambda **_: [])
 
 
-def busy(child: Child, config: str, *, recorded_from: int = 0, limit_mib: int = 600, seed: int = 0) -> tuple[Path, Any]:
+def busy(child: Child, config: str, *, pooled: bool, recorded_from: int = 0) -> tuple[Path, Any]:
     """Record ``_busy`` under a setting; return the snapshot's path and what the run itself counted."""
     path = child.folder / "busy.pickle"
+    limit_mib = 600
     counted = child(
-        _busy, str(path), seed, recorded_from, limit_mib, gpu=gpu_with(limit_mib * MIB),
+        _busy, str(path), 0, recorded_from, limit_mib, pooled, gpu=gpu_with(limit_mib * MIB),
         env={"PYTORCH_CUDA_ALLOC_CONF": config},
     )  # fmt: skip
     return path, counted
@@ -94,16 +95,27 @@ def busy(child: Child, config: str, *, recorded_from: int = 0, limit_mib: int = 
 def test_a_run_with_streams_pools_and_errors(
     child: Child, version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, config: str
 ) -> None:
-    """Replayed from an empty allocator, every address, driver call and peak is the recorded one."""
-    if version < (2, 12):
-        pytest.skip("before torch 2.12 events do not say their pool, so this run cannot be told from its trace")
+    """Replayed from an empty allocator, every address, driver call and peak is the recorded one.
+
+    Before torch 2.12 events do not say their pool, so with a pool such a run cannot be told from its trace.
+    """
     baseline_only(monkeypatch)
-    path, (errors, allocated, reserved) = busy(child, config)
-    assert errors > 10
+    path, (errors, allocated, reserved) = busy(child, config, pooled=version >= (2, 12))
+    assert errors
     recorded = snapshot.load(path)
     found = History(recorded, 0)
     assert not found.problems
     assert (found.peak_allocated.size_bytes, found.peak_reserved.size_bytes) == (allocated, reserved)
+    result = replay(recorded, python=PYTHON)
+    assert result.baseline.exact, result.baseline.first_difference
+
+
+def test_a_run_of_expandable_segments_from_its_middle(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start is rebuilt with its unmapped pages and with free room too small to be asked for."""
+    baseline_only(monkeypatch)
+    path, _ = busy(child, "expandable_segments:True", pooled=False, recorded_from=700)
+    recorded = snapshot.load(path)
+    assert History(recorded, 0).start_segments.total_bytes
     result = replay(recorded, python=PYTHON)
     assert result.baseline.exact, result.baseline.first_difference
 

@@ -102,11 +102,19 @@ def _assumption(replay: Replay) -> str:
     )
 
 
+def _too_little(replay: Replay) -> str:
+    needed, available = replay.baseline.peak_allocated_bytes, replay.available_bytes or 0
+    room = f"{format_bytes(available)} are left beside the CUDA context"
+    if needed > available:
+        return f"its blocks alone take {format_bytes(needed)}, and {room}"
+    return f"its blocks take {format_bytes(needed)} and {room}, but they leave holes under each setting"
+
+
 def _verdict(replay: Replay) -> Iterator[Text]:
     limit = "" if replay.memory_bytes is None else f" on {format_bytes(replay.memory_bytes)}"
     best = replay.best()
     if best is None:
-        yield Text(f"No setting survives{limit}: the run itself needs more memory.", "bold")
+        yield Text(f"No setting survives{limit}: {_too_little(replay)}.", "bold")
         return
     usual = replay.outcomes[0]
     saved = usual.peak_reserved_bytes - best.peak_reserved_bytes

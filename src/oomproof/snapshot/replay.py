@@ -86,6 +86,7 @@ class Replay:
     baseline: Baseline
     outcomes: tuple[Outcome, ...]
     memory_bytes: int | None  # None: without a limit
+    available_bytes: int | None  # the memory less the CUDA context
     start_bytes: int  # in use at the start of the trace; 0 for a trace from an empty allocator
     calls: CallTimes
     notes: tuple[str, ...]
@@ -202,6 +203,7 @@ def replay(
         baseline=baseline,
         outcomes=tuple(_outcome(config, result) for config, result in zip(settings, results[1:], strict=True)),
         memory_bytes=gpu.memory_bytes if gpu else None,
+        available_bytes=gpu.memory_bytes - gpu.context_bytes[1] if gpu else None,
         start_bytes=sum(block.size_bytes for block in history.state_after(-1).blocks),
         calls=call_times(history.events),
         notes=tuple(_notes(snapshot, history, gpu is not None)),

@@ -306,7 +306,8 @@ def test_wrong_types_are_one_message(tmp_path: Path, data: Any, says: str) -> No
         (b"\x1f\x8b\x08\x00", "gunzip"),
         (b"<!DOCTYPE html>", "web page"),
         (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-        (b"hello, world\n", "no memory snapshot|damaged"),
+        (b"hello, world\n", "no pickle"),
+        (b"\x80\x04hello, world", "damaged|no memory snapshot"),
         (b"\x80\x09N.", "protocol 9"),
     ],
 )

@@ -225,6 +225,8 @@ def test_call_times_are_the_traces_own_where_it_has_them(tmp_path: Path) -> None
     assert (found.allocation_us, found.allocation_recorded) == (130, True)
     assert (found.free_us, found.free_recorded) == (ASSUMED_FREE_US, False)
     assert found.seconds(1000, 10) == pytest.approx(0.131)
+    data = whole([{**item, "time_us": item["time_us"] // 10} for item in calls], segments)
+    assert not call_times(history(data, tmp_path).events).allocation_recorded, "13 us are the phantom's"
     few = call_times(history(whole(calls[:4], segments[:2]), tmp_path).events)
     assert (few.allocation_us, few.allocation_recorded) == (ASSUMED_ALLOCATION_US, False)
 

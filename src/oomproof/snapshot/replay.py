@@ -8,6 +8,7 @@ says where it does not.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,12 @@ from oomproof.snapshot.operations import Recorded
 from oomproof.snapshot.state import History
 
 _ROOM_BYTES = 256 * 2**30  # of the GPU for replays without a limit, and twice the peak if that is more
+
+#: What in a recorded setting changes how blocks are laid out; the rest this torch may not know.
+_REPLAYED = frozenset(
+    ("expandable_segments", "max_split_size_mb", "max_non_split_rounding_mb", COLLECTING, "roundup_power2_divisions")
+)
+_SETTING = re.compile(r"\s*(\w+)\s*:\s*(\[[\w:,.> ]{0,400}\]|[\w.]{1,40})\s*(?:,|$)")
 
 CHILD = Path(__file__).with_name("replay_child.py")
 
@@ -227,7 +234,8 @@ def _device(snapshot: Snapshot, wanted: int | None) -> int:
 
 def _recorded_config(snapshot: Snapshot, expandable: bool) -> str:
     found = snapshot.settings.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    config = found if isinstance(found, str) and len(found) < 1000 else ""
+    parts = _SETTING.findall(found) if isinstance(found, str) else []
+    config = ",".join(f"{key}:{value}" for key, value in parts if key in _REPLAYED)
     if not config and expandable:  # before torch 2.4 settings were not recorded
         config = "expandable_segments:True"
     return config

@@ -24,7 +24,7 @@ from oomproof.phantom.device import USUAL_PLACE, Device
 ALLOCATE, FREE, REFUSED, EMPTY_CACHE, RELEASED, DRIVER_CALL, POOL, REGION = range(8)
 
 SMALL_LIMIT = 1 << 20
-COLUMNS = {"kind": "B", "size": "Q", "address": "Q", "stream": "H", "slot": "I", "event": "I"}
+COLUMNS = {"kind": "B", "size": "Q", "address": "Q", "stream": "I", "slot": "I", "event": "I"}
 
 
 class Parted(Exception):

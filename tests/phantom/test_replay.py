@@ -120,6 +120,52 @@ def test_a_run_of_expandable_segments_from_its_middle(child: Child, monkeypatch:
     assert result.baseline.exact, result.baseline.first_difference
 
 
+def _graphs(path):
+    """Capture two graphs in one pool, let go of them, and go on; on a second GPU allocate a little."""
+    import torch
+
+    torch.cuda.memory._record_memory_history(stacks="python")
+    net = torch.nn.Sequential(*(torch.nn.Linear(500, 500) for _ in range(4))).cuda()
+    x = torch.zeros(4000, 500, device="cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        net(x).sum().backward()
+    net.zero_grad()
+    graph, other = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        net(x).sum().backward()
+    with torch.cuda.graph(other, pool=graph.pool()):
+        y = net(x).relu()
+    graph.replay()
+    del graph, other, y
+    torch.cuda.empty_cache()
+    for size in (60, 20, 10):
+        torch.empty(size << 20, dtype=torch.uint8, device="cuda")
+    with torch.cuda.device(1):
+        kept = [torch.empty(size << 20, dtype=torch.uint8, device="cuda") for size in (10, 30, 3)]
+    torch.cuda.memory._dump_snapshot(path)
+    return len(kept)
+
+
+@pytest.mark.parametrize("config", ["", "expandable_segments:True"])
+def test_graphs_and_a_second_gpu(
+    child: Child, version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, config: str
+) -> None:
+    """Pools that are let go of are freed in the replay too; each device is replayed by itself."""
+    baseline_only(monkeypatch)
+    path = child.folder / "graphs.pickle"
+    child(_graphs, str(path), gpu_count=2, env={"PYTORCH_CUDA_ALLOC_CONF": config})
+    recorded = snapshot.load(path)
+    assert recorded.devices() == [0, 1]
+    assert replay(recorded, device=1, python=PYTHON).baseline.exact
+    result = replay(recorded, device=0, python=PYTHON)
+    if version >= (2, 12):
+        assert result.baseline.exact, result.baseline.first_difference
+    elif not result.baseline.exact:
+        assert result.baseline.first_difference is not None
+        assert "pools" in result.baseline.first_difference.why
+
+
 def _steps(path, recorded_from):
     """Train a small model for some steps, recorded from one of them on."""
     import torch

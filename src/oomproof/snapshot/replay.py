@@ -23,7 +23,7 @@ from oomproof.gpus import GPUSpec, default_gpu
 from oomproof.phantom import launch
 from oomproof.snapshot.calls import CallTimes, call_times
 from oomproof.snapshot.candidates import COLLECTING, candidates, variable
-from oomproof.snapshot.model import Snapshot
+from oomproof.snapshot.model import DEFAULT_POOL, Snapshot
 from oomproof.snapshot.operations import Recorded
 from oomproof.snapshot.state import History
 
@@ -380,6 +380,11 @@ def _why(snapshot: Snapshot, history: History, result: dict[str, Any]) -> str:
             f"torch {result['torch']} takes the oldest of equal free blocks, the older one that recorded this took the "
             "lowest address; replay with that version: --python PATH"
         )
+    if any(segment.pool != DEFAULT_POOL for segment in snapshot.segments):
+        if not result.get("takes_from_pools", True):
+            return f"torch {result['torch']} takes from private pools only while it captures a graph; see --python"
+        if not snapshot.pools_recorded:
+            return "which blocks were of private pools that are gone: before torch 2.12 events do not say their pool"
     if history.unsure:
         return f"how large {history.unsure} blocks of the start are, and so its layout, cannot be told from the trace"
     if history.start_segments.total_bytes:

@@ -192,6 +192,40 @@ def test_training(child: Child, monkeypatch: pytest.MonkeyPatch, recorded_from: 
     assert result.baseline.exact, result.baseline.first_difference
 
 
+def _attention(path, record):
+    """Train over growing lengths, as padded batches have; return what the run itself counts."""
+    import torch
+
+    if record:
+        torch.cuda.memory._record_memory_history(stacks="python")
+    net = torch.nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True).cuda()
+    optimizer = torch.optim.AdamW(net.parameters())
+    for length in (64, 190, 130, 250, 90, 310):
+        net(torch.zeros(8, length, 256, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if record:
+        torch.cuda.memory._dump_snapshot(path)
+    stats = torch.cuda.memory_stats()
+    keys = ("reserved_bytes.all.peak", "allocated_bytes.all.peak", "num_alloc_retries")
+    return [stats[key] for key in keys] + [stats.get("num_device_alloc")]
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["", "expandable_segments:True", "max_split_size_mb:32", "roundup_power2_divisions:4"],
+)
+def test_what_a_setting_would_do_is_what_it_does(child: Child, monkeypatch: pytest.MonkeyPatch, config: str) -> None:
+    """Replaying a run of the defaults under a setting gives the figures of the run itself under that setting."""
+    monkeypatch.setattr(replay_module, "candidates", lambda **_: [config])
+    path = child.folder / "attention.pickle"
+    child(_attention, str(path), True)
+    found = replay(snapshot.load(path), python=PYTHON).outcomes[0]
+    counted = child(_attention, str(path), False, env={"PYTORCH_CUDA_ALLOC_CONF": config})
+    predicted = [found.peak_reserved_bytes, found.peak_allocated_bytes, found.retries, found.device_allocations]
+    assert predicted == counted
+
+
 EXACT_IN_ANY = {"lm_medium_train_128", "lm_xl_forward_2048_expandable", "lm_xl_full_step_bf16_128"}
 
 

@@ -8,7 +8,9 @@ says where it does not.
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -294,7 +296,7 @@ def _run_child(
                 _wait(process, folder / "result.jsonl", total, on_setting)
             finally:
                 if process.poll() is None:
-                    process.kill()
+                    os.killpg(process.pid, signal.SIGKILL)  # it forks
                     process.wait()
             results = _results(folder / "result.jsonl")
             if process.returncode or len(results) < total:

@@ -510,4 +510,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    # The names of the modules beside this file are no one else's business.
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
     main(Path(sys.argv[1]))

@@ -274,11 +274,16 @@ def _measure_ranks(
     if wanted is None:
         groups: list[dict[str, Any]] = next((f["groups"] for f in measured[first][0].findings if f["groups"]), [])
         wanted = that_can_differ(groups, size, first)
+    stopped = False
     for rank in wanted:
-        if rank not in measured and not _failed(measured):
-            measure(rank)
+        if rank not in measured and not stopped and not _failed(measured):
+            try:
+                measure(rank)
+            except KeyboardInterrupt:  # those before it were measured all the same
+                stopped = True
     done = [measured[rank] for rank in wanted if rank in measured]
     limited = merge([outcome for outcome, _ in done])
+    limited = replace(limited, interrupted=limited.interrupted or stopped)
     unlimited = merge([again or outcome for outcome, again in done]) if any(again for _, again in done) else None
     return limited, unlimited, which_were_measured(sorted(measured), wanted, size, sorted(runner.senders))
 

@@ -10,6 +10,8 @@ from test_profile import CHECKPOINTED, LM, PLAIN
 
 import oomproof
 from oomproof.capture import read_profile
+from oomproof.errors import SnapshotError
+from oomproof.snapshot import trace
 from oomproof.snapshot.load import load
 from oomproof.snapshot.profile import profile
 from oomproof.triage.source import triage
@@ -69,3 +71,36 @@ def test_an_out_of_memory_in_a_snapshot_is_judged(tmp_path: Path) -> None:
     assert found.figures.requested_bytes == 1800 << 20
     assert found.ooms == 1
     assert "train.py:" in found.evidence[-1].text
+
+
+TRACED = """
+from torch.profiler import ProfilerActivity, profile
+model = LM().cuda()
+with profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=True) as profiler:
+    train(model)
+profiler.export_chrome_trace("trace.json")
+"""
+
+
+def test_a_profiler_trace_tells_the_peak(tmp_path: Path) -> None:
+    """Modules, lines and steps come from the spans around memory events; what was there before is one block."""
+    (tmp_path / "train.py").write_text(LM + TRACED)
+    command = [PYTHON, str(tmp_path / "train.py")]
+    oomproof.run(command, output=tmp_path / "a.oomp", steps=None, gpu="a100-40gb", cwd=tmp_path)
+    observed, read = read_profile(tmp_path / "a.oomp"), trace.profile(tmp_path / "trace.json")
+    assert observed is not None
+    assert (read.allocated_bytes, read.reserved_bytes) == (observed.allocated_bytes, observed.reserved_bytes)
+    assert [row.step for row in read.steps] == [1, 2, 3]
+    parameters = sum(b.size_bytes for b in observed.blocks if b.category == "parameter")
+    assert next(b.size_bytes for b in read.blocks if b.name == "allocated before the trace") == parameters
+    assert any(b.module and b.module.startswith("Linear_") and "train.py:" in b.stack[0] for b in read.blocks)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", '{"traceEvents": 3}', '{"traceEvents": []}', "\x1f\x8b", '{"traceEvents": [{}]}']
+)
+def test_what_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
+    """One message with the cure."""
+    (tmp_path / "trace.json").write_text(text, encoding="latin-1")
+    with pytest.raises(SnapshotError, match=r"export it again|profile_memory"):
+        trace.profile(tmp_path / "trace.json")

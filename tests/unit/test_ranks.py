@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
+from typing import Any
 
+import pytest
+from test_assemble import finding
+
+from oomproof.api import _measure_ranks
+from oomproof.gpus import get_gpu
+from oomproof.measure.assemble import Outcome
 from oomproof.measure.communicators import communication_bytes
 from oomproof.measure.ranks import MOST_RANKS, that_can_differ, which_were_measured
+from oomproof.phantom import launch
 from oomproof.phantom.launch import gpus_wanted, nodes_wanted
 from oomproof.phantom.world import environment
 
@@ -100,3 +108,29 @@ def test_a_rank_gets_what_torchrun_would_set() -> None:
     assert {k: variables[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")} == {
         "RANK": "13", "WORLD_SIZE": "20", "LOCAL_RANK": "5", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "3",
     }  # fmt: skip
+
+
+class Runner:
+    """Runs ranks until the person has had enough."""
+
+    def __init__(self, patience: int) -> None:
+        self.patience = patience
+        self.senders: set[int] = set()
+
+    def go(self, settings: Any, purpose: str = "gpu") -> Outcome:
+        """Return a rank's findings, or Ctrl-C."""
+        if self.patience == 0:
+            raise KeyboardInterrupt
+        self.patience -= 1
+        return Outcome(exit_code=0, findings=(finding(rank=settings.world.rank),))
+
+
+def test_ranks_measured_before_an_interrupt_are_kept(tmp_path: Path) -> None:
+    """Ctrl-C at the third rank leaves a report of two; at the first there is nothing to tell."""
+    settings = launch.Settings(gpu=get_gpu("t4"), gpu_count=4)
+    limited, _, notes = _measure_ranks(Runner(2), settings, 4, [0, 1, 2, 3], tmp_path)  # type: ignore[arg-type]
+    assert limited.interrupted
+    assert [f["rank"] for f in limited.findings] == [0, 1]
+    assert any("ranks 0, 1" in note for note in notes)
+    with pytest.raises(KeyboardInterrupt):
+        _measure_ranks(Runner(0), settings, 4, [0, 1], tmp_path)  # type: ignore[arg-type]

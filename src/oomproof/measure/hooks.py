@@ -93,18 +93,20 @@ class Hooks:
         is_compiling = self.torch.compiler.is_compiling
         local, enter, leave = self.local, self._enter, self._leave
 
+        hooks = self
+
         @functools.wraps(original)
-        def __call__(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not self.active:
-                return original(module, *args, **kwargs)
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # torch.profiler asks the frame for "self"
+            if is_compiling() or not hooks.active:
+                return original(self, *args, **kwargs)
             try:
                 stack = local.stack
             except AttributeError:  # the first module that this thread calls
                 stack = local.stack = []
             depth = len(stack)
-            enter(stack, module, args, kwargs)
+            enter(stack, self, args, kwargs)
             try:
-                output = original(module, *args, **kwargs)
+                output = original(self, *args, **kwargs)
             except BaseException:
                 del stack[depth:]
                 raise

@@ -8,10 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from oomproof.snapshot.replay import Outcome, Replay
+from oomproof.snapshot.replay import Baseline, Outcome, Replay
 from oomproof.units import format_bytes, format_seconds
 
 DEFAULTS = "PyTorch's defaults"
+AS_RECORDED = "as recorded"
 _WIDE = 112  # columns for the whole table
 
 
@@ -63,6 +64,16 @@ def _table(replay: Replay, width: int) -> Table:
             table.add_column(name, justify="right" if name else "left", no_wrap=bool(name), overflow="fold")
     usual = replay.outcomes[0]
     best = replay.best()
+    recorded = replay.baseline
+    cells = [
+        format_bytes(recorded.peak_reserved_bytes),
+        "",
+        format_bytes(recorded.peak_reserved_bytes - recorded.peak_allocated_bytes),
+        *(["", "", ""] if recorded.device_allocations is None else _calls(replay, recorded)),
+        "",
+        "",
+    ]
+    table.add_row(AS_RECORDED, *(cell for name, cell in zip(names, cells, strict=True) if name not in left_out))
     for outcome in replay.outcomes:
         saved = usual.peak_reserved_bytes - outcome.peak_reserved_bytes
         comparable = outcome is not usual and usual.survives and outcome.survives
@@ -70,9 +81,7 @@ def _table(replay: Replay, width: int) -> Table:
             format_bytes(outcome.peak_reserved_bytes),
             format_bytes(saved) if comparable else "",
             format_bytes(outcome.cached_bytes),
-            f"{outcome.device_allocations:,}",
-            f"{outcome.device_frees:,}",
-            format_seconds(replay.calls.seconds(outcome.device_allocations, outcome.device_frees)),
+            *_calls(replay, outcome),
             f"{outcome.retries:,}",
             _fate(outcome, replay),
         ]
@@ -82,12 +91,17 @@ def _table(replay: Replay, width: int) -> Table:
     return table
 
 
+def _calls(replay: Replay, counted: Baseline | Outcome) -> list[str]:
+    allocations, frees = counted.device_allocations or 0, counted.device_frees or 0
+    return [f"{allocations:,}", f"{frees:,}", format_seconds(replay.calls.seconds(allocations, frees))]
+
+
 def _fate(outcome: Outcome, replay: Replay) -> str:
     if outcome.survives:
         return "" if replay.memory_bytes is None else "survives"
     if outcome.failed_bytes:
-        return f"out of memory at {outcome.failed_at_event:,}"
-    return "out of memory at start"
+        return f"OOM at {outcome.failed_at_event:,}"
+    return "OOM at start"
 
 
 def _assumption(replay: Replay) -> str:
@@ -102,11 +116,19 @@ def _assumption(replay: Replay) -> str:
     )
 
 
+def _too_little(replay: Replay) -> str:
+    needed, available = replay.baseline.peak_allocated_bytes, replay.available_bytes or 0
+    room = f"{format_bytes(available)} are left beside the CUDA context"
+    if needed > available:
+        return f"its blocks alone take {format_bytes(needed)}, and {room}"
+    return f"its blocks take {format_bytes(needed)} and {room}, but they leave holes under each setting"
+
+
 def _verdict(replay: Replay) -> Iterator[Text]:
     limit = "" if replay.memory_bytes is None else f" on {format_bytes(replay.memory_bytes)}"
     best = replay.best()
     if best is None:
-        yield Text(f"No setting survives{limit}: the run itself needs more memory.", "bold")
+        yield Text(f"No setting survives{limit}: {_too_little(replay)}.", "bold")
         return
     usual = replay.outcomes[0]
     saved = usual.peak_reserved_bytes - best.peak_reserved_bytes

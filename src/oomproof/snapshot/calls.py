@@ -8,6 +8,7 @@ from statistics import median
 from oomproof.snapshot.model import NO_TIME, Action, Events
 
 _FEWEST = 10
+_LEAST_US = 30  # no real driver is faster; on the phantom a call takes less
 
 # Medians in published snapshots: cudaMalloc 0.13 ms (782 on an H100), 0.19 ms (195) to 0.46 ms (64 on WSL2); cudaFree
 # 0.10 ms (429 on the H100). Without the wait for running kernels that a cudaFree may add.
@@ -34,14 +35,19 @@ def call_times(events: Events) -> CallTimes:
 
     A call is given the time since the event before it, so it took that long at most.
     """
-    allocations = _gaps(events, Action.SEGMENT_ALLOC, None)
-    frees = _gaps(events, Action.SEGMENT_FREE, Action.SEGMENT_FREE)
+    allocation = _median(_gaps(events, Action.SEGMENT_ALLOC, None))
+    free = _median(_gaps(events, Action.SEGMENT_FREE, Action.SEGMENT_FREE))
     return CallTimes(
-        allocation_us=median(allocations) if len(allocations) >= _FEWEST else ASSUMED_ALLOCATION_US,
-        free_us=median(frees) if len(frees) >= _FEWEST else ASSUMED_FREE_US,
-        allocation_recorded=len(allocations) >= _FEWEST,
-        free_recorded=len(frees) >= _FEWEST,
+        allocation_us=allocation or ASSUMED_ALLOCATION_US,
+        free_us=free or ASSUMED_FREE_US,
+        allocation_recorded=allocation is not None,
+        free_recorded=free is not None,
     )
+
+
+def _median(gaps: list[int]) -> float | None:
+    found = median(gaps) if len(gaps) >= _FEWEST else 0
+    return found if found >= _LEAST_US else None
 
 
 def _gaps(events: Events, kind: Action, before: Action | None) -> list[int]:

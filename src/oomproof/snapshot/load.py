@@ -61,6 +61,8 @@ def _check_start(data: mmap.mmap) -> None:
         raise SnapshotError("it is a web page, not a pickle; give the file that _dump_snapshot wrote")
     if start.startswith(b"version https://"):
         raise SnapshotError("it is the pointer that Git LFS left in place of the file; fetch it with git lfs pull")
+    if start[:1] not in (b"\x80", b"(", b"}", b"]"):  # how the pickle of a dict or list begins
+        raise SnapshotError("it is no pickle; give the file that torch.cuda.memory._dump_snapshot wrote")
 
 
 @contextmanager

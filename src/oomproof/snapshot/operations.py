@@ -17,6 +17,7 @@ from oomproof.snapshot.replay_child import (
     POOL,
     REFUSED,
     REGION,
+    RELEASE_POOL,
     RELEASED,
     SMALL_LIMIT,
 )
@@ -173,6 +174,10 @@ class Recorded:
         )
         # One release frees everything that is unused: a row may be one or several of them, doing it once is the same.
         self._enter(0, index)  # inside a pool the allocator takes a graph to be captured, and keeps what is unused
+        if not by_itself:  # of a pool that is in use, the program's own release frees nothing
+            freed = {self.history.pool_of_freed(free) for free in range(index, after)}
+            for pool in sorted(freed - {DEFAULT_POOL}):
+                self.operations.add(RELEASE_POOL, index, size=self._pool(pool))
         self.operations.add(RELEASED if by_itself else EMPTY_CACHE, index)
         for free in range(index, after):
             self._driver_call(free)

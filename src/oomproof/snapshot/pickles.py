@@ -106,6 +106,7 @@ class _Machine:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: list[Any] = []
+        self.texts: dict[str, str] = {}  # PyTorch writes the same text anew for each event
         self.used = 0
         self.forgotten = 0
 
@@ -304,8 +305,11 @@ class _Machine:
             top.place = place
 
     def push(self, text: str) -> None:
-        self.used += sys.getsizeof(text)
-        self.stack.append(text)
+        known = self.texts.get(text)
+        if known is None:
+            known = self.texts[text] = text
+            self.used += sys.getsizeof(text) + _PAIR_BYTES
+        self.stack.append(known)
 
     def push_text(self, start: int, size: int) -> None:
         if size > _LARGEST_TEXT_BYTES:

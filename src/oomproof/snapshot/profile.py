@@ -189,14 +189,7 @@ class _Maker:
             return "workspace"
         if allocation.born is None:
             return "unknown"
-        same = freed is not None and (freed.step, freed.phase) == (born.step, born.phase)
-        if born.phase == "forward":
-            return "temporary" if same else "activation"
-        if born.phase == "backward":
-            return "gradient" if freed is None or freed.phase != "backward" else "temporary"
-        if born.phase == "optimizer":
-            return "temporary" if same else "optimizer_state"
-        return "unknown"
+        return by_phases(born, freed)
 
     def _row(self, allocation: Allocation) -> Block:
         block = self._followed[id(allocation)]
@@ -236,6 +229,18 @@ class _Maker:
         elif name.startswith(self._common):
             name = name[len(self._common) :]
         return f"{name}:{frame.line} {frame.name}"
+
+
+def by_phases(born: Mark, freed: Mark | None) -> str:
+    """Return the category that follows from when a block was made and freed; None: it outlived the record."""
+    same = freed is not None and (freed.step, freed.phase) == (born.step, born.phase)
+    if born.phase == "forward":
+        return "temporary" if same else "activation"
+    if born.phase == "backward":
+        return "gradient" if freed is None or freed.phase != "backward" else "temporary"
+    if born.phase == "optimizer":
+        return "temporary" if same else "optimizer_state"
+    return "unknown"
 
 
 class _Intervals:

@@ -306,14 +306,14 @@ def _integer(items: dict[Any, Any], key: str) -> int:
     value = items.get(key)
     if type(value) is int and -(2**63) <= value < 2**64:
         return value & 0xFFFFFFFFFFFFFFFF  # torch's signed addresses and streams
-    raise SnapshotError(f"{key} is {_shown(value)} where a number belongs; give a file as PyTorch wrote it")
+    raise SnapshotError(f"{key} is {_shown(value)} where a number of 64 bits belongs; give a file as PyTorch wrote it")
 
 
 def _signed(items: dict[Any, Any], key: str) -> int:
     value = items.get(key)
     if type(value) is int and -(2**63) <= value < 2**63:
         return value
-    raise SnapshotError(f"{key} is {_shown(value)} where a number belongs; give a file as PyTorch wrote it")
+    raise SnapshotError(f"{key} is {_shown(value)} where a number of 64 bits belongs; give a file as PyTorch wrote it")
 
 
 def _text(items: dict[Any, Any], key: str) -> str:
@@ -325,4 +325,6 @@ def _text(items: dict[Any, Any], key: str) -> str:
 
 def _shown(value: Any) -> str:
     """Return a value's kind: showing nested tuples themselves could take forever."""
+    if type(value) is int:
+        return "outside 64 bits"
     return "missing" if value is None else f"a {type(value).__name__}"

@@ -8,6 +8,9 @@ says where it does not.
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,11 +25,17 @@ from oomproof.gpus import GPUSpec, default_gpu
 from oomproof.phantom import launch
 from oomproof.snapshot.calls import CallTimes, call_times
 from oomproof.snapshot.candidates import COLLECTING, candidates, variable
-from oomproof.snapshot.model import Snapshot
+from oomproof.snapshot.model import DEFAULT_POOL, Snapshot
 from oomproof.snapshot.operations import Recorded
 from oomproof.snapshot.state import History
 
 _ROOM_BYTES = 256 * 2**30  # of the GPU for replays without a limit, and twice the peak if that is more
+
+#: What in a recorded setting changes how blocks are laid out; the rest this torch may not know.
+_REPLAYED = frozenset(
+    ("expandable_segments", "max_split_size_mb", "max_non_split_rounding_mb", COLLECTING, "roundup_power2_divisions")
+)
+_SETTING = re.compile(r"\s*(\w+)\s*:\s*(\[[\w:,.> ]{0,400}\]|[\w.]{1,40})\s*(?:,|$)")
 
 CHILD = Path(__file__).with_name("replay_child.py")
 
@@ -86,6 +95,7 @@ class Replay:
     baseline: Baseline
     outcomes: tuple[Outcome, ...]
     memory_bytes: int | None  # None: without a limit
+    available_bytes: int | None  # the memory less the CUDA context
     start_bytes: int  # in use at the start of the trace; 0 for a trace from an empty allocator
     calls: CallTimes
     notes: tuple[str, ...]
@@ -202,6 +212,7 @@ def replay(
         baseline=baseline,
         outcomes=tuple(_outcome(config, result) for config, result in zip(settings, results[1:], strict=True)),
         memory_bytes=gpu.memory_bytes if gpu else None,
+        available_bytes=gpu.memory_bytes - gpu.context_bytes[1] if gpu else None,
         start_bytes=sum(block.size_bytes for block in history.state_after(-1).blocks),
         calls=call_times(history.events),
         notes=tuple(_notes(snapshot, history, gpu is not None)),
@@ -225,7 +236,8 @@ def _device(snapshot: Snapshot, wanted: int | None) -> int:
 
 def _recorded_config(snapshot: Snapshot, expandable: bool) -> str:
     found = snapshot.settings.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    config = found if isinstance(found, str) and len(found) < 1000 else ""
+    parts = _SETTING.findall(found) if isinstance(found, str) else []
+    config = ",".join(f"{key}:{value}" for key, value in parts if key in _REPLAYED)
     if not config and expandable:  # before torch 2.4 settings were not recorded
         config = "expandable_segments:True"
     return config
@@ -284,7 +296,7 @@ def _run_child(
                 _wait(process, folder / "result.jsonl", total, on_setting)
             finally:
                 if process.poll() is None:
-                    process.kill()
+                    os.killpg(process.pid, signal.SIGKILL)  # it forks
                     process.wait()
             results = _results(folder / "result.jsonl")
             if process.returncode or len(results) < total:
@@ -370,6 +382,11 @@ def _why(snapshot: Snapshot, history: History, result: dict[str, Any]) -> str:
             f"torch {result['torch']} takes the oldest of equal free blocks, the older one that recorded this took the "
             "lowest address; replay with that version: --python PATH"
         )
+    if any(segment.pool != DEFAULT_POOL for segment in snapshot.segments):
+        if not result.get("takes_from_pools", True):
+            return f"torch {result['torch']} takes from private pools only while it captures a graph; see --python"
+        if not snapshot.pools_recorded:
+            return "which blocks were of private pools that are gone: before torch 2.12 events do not say their pool"
     if history.unsure:
         return f"how large {history.unsure} blocks of the start are, and so its layout, cannot be told from the trace"
     if history.start_segments.total_bytes:

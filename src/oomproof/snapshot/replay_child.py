@@ -21,10 +21,10 @@ from oomproof.phantom import standins
 from oomproof.phantom.device import USUAL_PLACE, Device
 
 # Operations; oomproof.snapshot.replay writes them.
-ALLOCATE, FREE, REFUSED, EMPTY_CACHE, RELEASED, DRIVER_CALL, POOL, REGION = range(8)
+ALLOCATE, FREE, REFUSED, EMPTY_CACHE, RELEASED, DRIVER_CALL, POOL, REGION, RELEASE_POOL = range(9)
 
 SMALL_LIMIT = 1 << 20
-COLUMNS = {"kind": "B", "size": "Q", "address": "Q", "stream": "H", "slot": "I", "event": "I"}
+COLUMNS = {"kind": "B", "size": "Q", "address": "Q", "stream": "I", "slot": "I", "event": "I"}
 
 
 class Parted(Exception):
@@ -125,18 +125,31 @@ class Allocator:
         self.streams = [0] + [_new_stream() for _ in range(streams - 1)]
         self.pools = [None] + [(1 << 20, number + 1) for number in range(pools - 1)]
         self.pool = 0
+        # torch 2.8 or newer has the first, 2.5 or newer the second; 2.4 takes from pools only while it captures a graph
+        self.begin = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None) or getattr(
+            torch._C, "_cuda_beginAllocateToPool", None
+        )
+        self.entered: dict[int, int] = {}  # pool -> how often; each holds it
 
     def enter(self, number: int) -> None:
         """Take blocks from this pool from now on; 0 is the usual one."""
         c = self.torch._C
-        if self.pool == number:
+        if self.pool == number or self.begin is None:
             return
         if self.pool:
-            c._cuda_endAllocateToPool(0, self.pools[self.pool])
+            # torch 2.8 or newer has the first; the second, whatever its name, ends for all streams
+            end = getattr(c, "_cuda_endAllocateToPool", None) or c._cuda_endAllocateCurrentStreamToPool
+            end(0, self.pools[self.pool])
         if number:
-            begin = getattr(c, "_cuda_beginAllocateCurrentThreadToPool", None)  # torch 2.7 or newer
-            (begin or c._cuda_beginAllocateToPool)(0, self.pools[number])
+            self.begin(0, self.pools[number])
+            self.entered[number] = self.entered.get(number, 0) + 1
         self.pool = number
+
+    def release(self, number: int) -> None:
+        """Let go of a pool, as a program does that deletes its CUDA graph: unused segments of it may be freed then."""
+        self.enter(0)
+        for _ in range(self.entered.pop(number, 0)):
+            self.torch._C._cuda_releasePool(0, self.pools[number])
 
     def stats(self) -> dict[str, int]:
         found: dict[str, int] = self.torch.cuda.memory_stats(0)
@@ -296,6 +309,8 @@ def follow(
                 parted = Parted(event, "a release of unused segments", script.parted)
         elif kind == POOL:
             allocator.enter(size)
+        elif kind == RELEASE_POOL:
+            allocator.release(size)
         if parted is not None and script.following:
             script.following = False
     script.following = False
@@ -330,6 +345,8 @@ def run(allocator: Allocator, ops: Operations, slots: list[int]) -> tuple[int, i
                 allocator.empty_cache()
             elif kind == POOL:
                 allocator.enter(size)
+            elif kind == RELEASE_POOL:
+                allocator.release(size)
         except out_of_memory:
             return event_of[place], size
     return -1, 0
@@ -375,7 +392,8 @@ def baseline(torch: Any, device: Device, job: dict[str, Any], ops: Operations) -
     if parted is None and not job["expandable"]:
         parted = _compare_end(final_layout(torch), job["final"], ops)
     figures = _figures(allocator, before, script, seconds)
-    return {**figures, "parted": vars(parted) if parted else None, "takes_oldest": oldest}
+    able = {"takes_oldest": oldest, "takes_from_pools": allocator.begin is not None}
+    return {**figures, "parted": vars(parted) if parted else None, **able}
 
 
 def _compare_end(found: dict[str, Any], recorded: dict[str, Any], ops: Operations) -> Parted | None:
@@ -492,4 +510,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    # The names of the modules beside this file are no one else's business.
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
     main(Path(sys.argv[1]))

@@ -129,6 +129,10 @@ class History:
         live = [allocation for allocation in self.allocations if allocation.live_after(event)]
         return sorted(live, key=lambda block: (-block.size_bytes, block.address))
 
+    def pool_of_freed(self, event: int) -> tuple[int, int]:
+        """Return the pool of a segment that is freed at an event, as far as the trace says it."""
+        return self._segment_pools.get(event) or self.pools[self.events.pool[event]]
+
     # ---- backwards ------------------------------------------------------------------------------------------------
 
     def _undo(self) -> tuple[Extents, dict[int, Allocation]]:

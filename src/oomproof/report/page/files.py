@@ -23,7 +23,8 @@ from oomproof.report.words import clean
 def page(source: Source, larger_gpu: str | None = None) -> str:
     """Return the page of one file. ``larger_gpu`` is the GPU to advise where this one is too small.
 
-    Raises EnvironmentMissingError without plotly. Its content security policy allows nothing to be loaded, and no script to run but the two that are in it.
+    Its content security policy allows nothing to be loaded, and no script to run but the two that are in it.
+    Raises EnvironmentMissingError without plotly.
     """
     plotly = _plotly()
     script = _file("page.js")

@@ -48,7 +48,7 @@ def shown(
     measurement: Measurement,
     *,
     width: int = 80,
-    saved: bool = False,
+    saved: str | None = None,
     larger_gpu: str | None = None,
     options: Sequence[str] = (),
 ) -> str:
@@ -155,7 +155,7 @@ Run          python train.py --batch 16
              3 steps, torch 2.11.0+cu126, CUDA 12.6, 2026-01-02T03:04:05Z
 
 Next: keep this measurement in a file:
-  oomproof run -o FILE -- python train.py --batch 16
+  oomproof run -o FILE.oomp -- python train.py --batch 16
 """
 
 DOES_NOT_FIT_TEXT = """\
@@ -236,7 +236,7 @@ Run          python train.py --batch 16
              3 steps, torch 2.11.0+cu126, CUDA 12.6, 2026-01-02T03:04:05Z
 
 Next: keep this measurement in a file:
-  oomproof run -o FILE -- python train.py --batch 16
+  oomproof run -o FILE.oomp -- python train.py --batch 16
 """
 
 SEVERAL_RANKS_TEXT = """\
@@ -310,7 +310,7 @@ Run          python train.py --batch 16
              no steps, torch 2.11.0+cu126, CUDA 12.6, 2026-01-02T03:04:05Z
 
 Next: keep this measurement in a file:
-  oomproof run -o FILE -- python train.py --batch 16
+  oomproof run -o FILE.oomp -- python train.py --batch 16
 """
 
 VALUE_READS_TEXT = """\
@@ -357,7 +357,7 @@ Run          python train.py --batch 16
              3 steps, torch 2.11.0+cu126, CUDA 12.6, 2026-01-02T03:04:05Z
 
 Next: keep this measurement in a file:
-  oomproof run -o FILE -- python train.py --batch 16
+  oomproof run -o FILE.oomp -- python train.py --batch 16
 """
 
 RAISED_TEXT = """\
@@ -393,7 +393,7 @@ Run          python train.py --batch 16
              1 step, torch 2.11.0+cu126, CUDA 12.6, 2026-01-02T03:04:05Z
 
 Next: mend the script, then:
-  oomproof run -o FILE -- python train.py --batch 16
+  oomproof run -o FILE.oomp -- python train.py --batch 16
 """
 
 UNTOUCHED_TEXT = """\
@@ -580,15 +580,19 @@ memory       the script caught the error and went on
 @pytest.mark.parametrize(
     ("measurement", "options", "last_line"),
     [
-        (fitting(), {}, "oomproof run -o FILE -- python train.py --batch 16"),
-        (fitting(), {"saved": True}, "oomproof run --gpu NAME -- python train.py --batch 16"),
+        (fitting(), {}, "oomproof run -o FILE.oomp -- python train.py --batch 16"),
+        (fitting(), {"saved": "a b.oomp"}, "oomproof tree 'a b.oomp'"),
         (not_fitting(), {"larger_gpu": "a10g"}, "oomproof run --gpu a10g -- python train.py --batch 16"),
-        (RAISED, {"saved": True}, "oomproof run -o FILE -- python train.py --batch 16"),
-        (fitting(command=("python", "a b.py", "x" * 80)), {}, f"oomproof run -o FILE -- python 'a b.py' {'x' * 80}"),
+        (RAISED, {"saved": "a b.oomp"}, "oomproof run -o FILE.oomp -- python train.py --batch 16"),
+        (
+            fitting(command=("python", "a b.py", "x" * 80)),
+            {},
+            f"oomproof run -o FILE.oomp -- python 'a b.py' {'x' * 80}",
+        ),
         (
             fitting(),
             {"options": ["--gpu", "t4", "--steps", "5"]},
-            "oomproof run -o FILE --gpu t4 --steps 5 -- python train.py --batch 16",
+            "oomproof run -o FILE.oomp --gpu t4 --steps 5 -- python train.py --batch 16",
         ),
         (
             not_fitting(),
@@ -597,7 +601,7 @@ memory       the script caught the error and went on
         ),
         (
             fitting(demand_if_many=many(17 * GIB)),
-            {"saved": True, "options": ["--gpu", "t4", "--unknown-counts", "range"]},
+            {"saved": "a b.oomp", "options": ["--gpu", "t4", "--unknown-counts", "range"]},
             "oomproof run --unknown-counts many --gpu t4 -- python train.py --batch 16",
         ),
         (

@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from oomproof.capture import read_capture
+from oomproof.capture import read_capture, read_profile
 from oomproof.cli.run import larger_gpu
 from oomproof.errors import UsageError
 from oomproof.report.json_output import to_json_text
-from oomproof.report.source import load
+from oomproof.report.source import from_elsewhere, load
 from oomproof.report.terminal import print_report
 from oomproof.units import format_bytes
 
@@ -31,11 +31,17 @@ def main(
             raise UsageError("--json prints JSON and -o writes a page; give one of them")
         _write(capture, output)
         return
+    if from_elsewhere(capture) is not None:
+        raise UsageError(
+            f"{capture} is no capture, so it has no verdict; see what is in it with `oomproof tree {capture}`, or as a "
+            f"page with `oomproof report {capture} -o report.html`"
+        )
     measured = read_capture(capture)
     if json:
         sys.stdout.write(to_json_text(measured))
     else:
-        print_report(measured, Console(), saved=True, larger_gpu=larger_gpu(measured))
+        has_profile = read_profile(capture) is not None
+        print_report(measured, Console(), saved=str(capture) if has_profile else None, larger_gpu=larger_gpu(measured))
 
 
 def _write(capture: Path, output: Path) -> None:

@@ -118,7 +118,7 @@ def main(
         )  # fmt: skip
         options += [] if steps == "3" else ["--steps", steps]
         options += ["--until-stable"] if until_stable else []
-        saved = output is not None and failure is None
+        saved = str(output) if output is not None and failure is None else None
         print_report(measured, Console(), saved=saved, larger_gpu=larger_gpu(measured), options=options)
     if failure is not None:
         raise failure

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
 from oomproof.capture import read_capture, read_profile
 from oomproof.errors import CaptureError
 from oomproof.gpus import all_gpus
 from oomproof.measure.measurement import Measurement
 from oomproof.measure.profile import Profile
+from oomproof.snapshot import trace
 from oomproof.snapshot.load import load as load_snapshot
 from oomproof.snapshot.profile import profile as profile_of
 
@@ -44,12 +46,13 @@ class Source:
 
 
 def load(path: str | os.PathLike[str]) -> Source:
-    """Read the profile in a capture, or make one of a memory snapshot of PyTorch's.
+    """Read the profile in a capture, or make one of a memory snapshot or a profiler trace of PyTorch's.
 
     Raises UsageError when there is no such file, CaptureError when it is damaged or has no profile.
     """
-    if is_snapshot(path):
-        return Source(path=os.fspath(path), profile=profile_of(load_snapshot(path)), measurement=None)
+    made = from_elsewhere(path)
+    if made is not None:
+        return Source(path=os.fspath(path), profile=made, measurement=None)
     measured = read_capture(path)
     profile = read_profile(path)
     if profile is None:
@@ -61,10 +64,21 @@ def load(path: str | os.PathLike[str]) -> Source:
     return Source(path=os.fspath(path), profile=profile, measurement=measured)
 
 
+def from_elsewhere(path: str | os.PathLike[str]) -> Profile | None:
+    """Return the profile of a memory snapshot or a profiler trace, None where the file is neither."""
+    if is_snapshot(path):
+        return profile_of(load_snapshot(path))
+    return trace.profile(Path(path)) if trace.is_trace(_start(path)) else None
+
+
 def is_snapshot(path: str | os.PathLike[str]) -> bool:
     """Return whether a file is a pickle, as PyTorch's memory snapshots are."""
+    return _start(path)[:1] == b"\x80"
+
+
+def _start(path: str | os.PathLike[str]) -> bytes:
     try:
         with open(path, "rb") as file:
-            return file.read(1) == b"\x80"
+            return file.read(2**16)
     except OSError:  # whoever reads it says what is wrong
-        return False
+        return b""

@@ -28,7 +28,7 @@ class Report:
         self,
         measurement: Measurement,
         *,
-        saved: bool = False,
+        saved: str | None = None,
         larger_gpu: str | None = None,
         options: Sequence[str] = (),
     ) -> None:
@@ -111,13 +111,13 @@ def _row(label: Text, body: RenderableType, *, label_width: int | None = None) -
 def render(
     measurement: Measurement,
     *,
-    saved: bool = False,
+    saved: str | None = None,
     larger_gpu: str | None = None,
     options: Sequence[str] = (),
 ) -> Report:
     """Return the report as a rich renderable.
 
-    ``saved`` says that the measurement is in a capture already, so that the last line does not advise it.
+    ``saved`` is the capture that the measurement is in already, so that the last line leads on from there.
     ``larger_gpu`` names the catalogue's GPU to try when this one is too small, ``options`` are those of the run.
     """
     return Report(measurement, saved=saved, larger_gpu=larger_gpu, options=options)
@@ -127,7 +127,7 @@ def print_report(
     measurement: Measurement,
     console: Console | None = None,
     *,
-    saved: bool = False,
+    saved: str | None = None,
     larger_gpu: str | None = None,
     options: Sequence[str] = (),
 ) -> None:

@@ -73,9 +73,9 @@ def is_untouched(measurement: Measurement) -> bool:
 
 
 def next_command(
-    measurement: Measurement, *, saved: bool, larger_gpu: str | None, options: Sequence[str] = ()
+    measurement: Measurement, *, saved: str | None, larger_gpu: str | None, options: Sequence[str] = ()
 ) -> NextCommand:
-    """Return what to type after this report; ``saved`` when it is in a capture already.
+    """Return what to type after this report; ``saved`` is the capture that it is in already, with a profile.
 
     ``options`` are those of the run that was measured; the next one keeps them but for the GPU it changes.
     """
@@ -96,7 +96,7 @@ def next_command(
             "interrupted": "let it run to its end",
             "no-kernels": "install a torch that was built for this GPU, then",
         }.get(measurement.ended, "run it again and keep what it shows")
-        return NextCommand(reason=reason, command=_run(measurement, "-o FILE", kept))
+        return NextCommand(reason=reason, command=_run(measurement, "-o FILE.oomp", kept))
     if measurement.verdict == "does-not-fit" and larger_gpu is not None:
         return NextCommand(
             reason=f"see whether it fits {larger_gpu}",
@@ -108,13 +108,12 @@ def next_command(
             reason="see what it takes with the largest counts",
             command=_run(measurement, "--unknown-counts many", others),
         )
+    if saved is not None:
+        return NextCommand(reason="see what the peak consists of", command=f"oomproof tree {shlex.quote(saved)}")
     if measurement.verdict == "does-not-fit":
         reason = "see whether it fits a larger GPU (oomproof gpus lists them)"
-    elif saved:
-        reason = "see whether a smaller GPU would do (oomproof gpus lists them)"
-    else:
-        return NextCommand(reason="keep this measurement in a file", command=_run(measurement, "-o FILE", kept))
-    return NextCommand(reason=reason, command=_run(measurement, "--gpu NAME", others))
+        return NextCommand(reason=reason, command=_run(measurement, "--gpu NAME", others))
+    return NextCommand(reason="keep this measurement in a file", command=_run(measurement, "-o FILE.oomp", kept))
 
 
 def _without(options: Sequence[str], *names: str) -> list[str]:

@@ -233,7 +233,7 @@ def advice(source: Source, larger_gpu: str | None) -> list[NextCommand]:
     found = step_report.examine(source.profile)
     advised = []
     if source.measurement is not None:
-        advised.append(next_command(source.measurement, saved=True, larger_gpu=larger_gpu))
+        advised.append(next_command(source.measurement, saved=source.path, larger_gpu=larger_gpu))
     if found.rows and found.states != ("steady",):
         advised.append(step_report.after(source, found))
     advised += [

@@ -97,7 +97,7 @@ def test_a_run_with_streams_pools_and_errors(
 ) -> None:
     """Replayed from an empty allocator, every address, driver call and peak is the recorded one.
 
-    Before torch 2.12 events do not say their pool, so with a pool such a run cannot be told from its trace.
+    Up to torch 2.11 events do not say their pool, so with a pool such a run cannot be told from its trace.
     """
     baseline_only(monkeypatch)
     path, (errors, allocated, reserved) = busy(child, config, pooled=version >= (2, 12))

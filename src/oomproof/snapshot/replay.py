@@ -386,7 +386,7 @@ def _why(snapshot: Snapshot, history: History, result: dict[str, Any]) -> str:
         if not result.get("takes_from_pools", True):
             return f"torch {result['torch']} takes from private pools only while it captures a graph; see --python"
         if not snapshot.pools_recorded:
-            return "which blocks were of private pools that are gone: before torch 2.12 events do not say their pool"
+            return "which blocks were of private pools that are gone: up to torch 2.11 events do not say their pool"
     if history.unsure:
         return f"how large {history.unsure} blocks of the start are, and so its layout, cannot be told from the trace"
     if history.start_segments.total_bytes:

@@ -1,4 +1,4 @@
-"""From a pickle to a Snapshot: knows the shapes that PyTorch has written since 2.0, and lists of segments from before; needs no torch."""
+"""From a pickle to a Snapshot: knows the shapes that PyTorch has written since 2.0, and older lists of segments."""
 
 from __future__ import annotations
 

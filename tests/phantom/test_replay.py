@@ -352,6 +352,24 @@ def test_nothing_to_replay(tmp_path: Path) -> None:
         replay(snapshot.load(path), python=PYTHON)
 
 
+def test_an_interpreter_that_cannot_be_used(tmp_path: Path) -> None:
+    """One that is not there is the user's mistake; one without torch is told as such."""
+    path = tmp_path / "small.pickle"
+    segment = {
+        "device": 0, "address": 1 << 40, "total_size": 2 * MIB, "stream": 0, "segment_type": "small", "blocks": [],
+        "frames": [],
+    }  # fmt: skip
+    call = {"action": "segment_alloc", "addr": 1 << 40, "size": 2 * MIB, "stream": 0, "frames": []}
+    path.write_bytes(pickle.dumps({"segments": [segment], "device_traces": [[call]]}))
+    with pytest.raises(oomproof.errors.UsageError, match="no interpreter"):
+        replay(snapshot.load(path), python=str(tmp_path / "none"))
+    bare = tmp_path / "bare"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without its packages
+    bare.chmod(0o755)
+    with pytest.raises(oomproof.errors.EnvironmentMissingError, match="needs a CUDA build of torch"):
+        replay(snapshot.load(path), python=str(bare))
+
+
 def test_a_trace_that_contradicts_itself(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recording that was switched off for a while is said to be why a replay parts from its record."""
     baseline_only(monkeypatch)

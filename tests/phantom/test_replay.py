@@ -97,7 +97,7 @@ def test_a_run_with_streams_pools_and_errors(
 ) -> None:
     """Replayed from an empty allocator, every address, driver call and peak is the recorded one.
 
-    Before torch 2.12 events do not say their pool, so with a pool such a run cannot be told from its trace.
+    Up to torch 2.11 events do not say their pool, so with a pool such a run cannot be told from its trace.
     """
     baseline_only(monkeypatch)
     path, (errors, allocated, reserved) = busy(child, config, pooled=version >= (2, 12))
@@ -350,6 +350,24 @@ def test_nothing_to_replay(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps({"segments": [], "device_traces": [[]]}))
     with pytest.raises(oomproof.errors.UsageError, match="no events"):
         replay(snapshot.load(path), python=PYTHON)
+
+
+def test_an_interpreter_that_cannot_be_used(tmp_path: Path) -> None:
+    """One that is not there is the user's mistake; one without torch is told as such."""
+    path = tmp_path / "small.pickle"
+    segment = {
+        "device": 0, "address": 1 << 40, "total_size": 2 * MIB, "stream": 0, "segment_type": "small", "blocks": [],
+        "frames": [],
+    }  # fmt: skip
+    call = {"action": "segment_alloc", "addr": 1 << 40, "size": 2 * MIB, "stream": 0, "frames": []}
+    path.write_bytes(pickle.dumps({"segments": [segment], "device_traces": [[call]]}))
+    with pytest.raises(oomproof.errors.UsageError, match="no interpreter"):
+        replay(snapshot.load(path), python=str(tmp_path / "none"))
+    bare = tmp_path / "bare"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without its packages
+    bare.chmod(0o755)
+    with pytest.raises(oomproof.errors.EnvironmentMissingError, match="needs a CUDA build of torch"):
+        replay(snapshot.load(path), python=str(bare))
 
 
 def test_a_trace_that_contradicts_itself(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:

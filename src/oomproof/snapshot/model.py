@@ -113,7 +113,7 @@ class Events:
         self.stream = array("Q")
         self.time_us = array("q")  # NO_TIME where the format has none (torch 2.0)
         self.stack = array("I")  # number in Snapshot.stacks
-        self.pool = array("I")  # number in Snapshot.pools; 0 where the format has none (before torch 2.12)
+        self.pool = array("I")  # number in Snapshot.pools; 0 where the format has none (torch 2.11 and older)
         self.metadata = array("I")  # number in Snapshot.texts: what annotations of the user say
         self.context = array("I")  # number in Snapshot.texts: torch.compile's graph and frame
 
@@ -179,7 +179,7 @@ class Snapshot:
     texts: list[str] = field(default_factory=lambda: [""])
     settings: Mapping[str, Any] = field(default_factory=dict)
     annotations: list[Annotation] = field(default_factory=list)
-    pools_recorded: bool = False  # events say their pool (torch 2.12 or newer)
+    pools_recorded: bool = False  # events say their pool: torch 2.14 does, 2.11 does not
     overflowed: bool = False  # PyTorch says that it forgot the oldest events
     notes: list[str] = field(default_factory=list)  # what the file lacks, for a person
 

@@ -28,6 +28,8 @@ _CONTAINER_BYTES = 72
 _ITEM_BYTES = 8
 _PAIR_BYTES = 104  # of a dict, with a number as its value
 
+_UNSIGNED, _SIGNED, _SHORT = struct.Struct("<I"), struct.Struct("<i"), struct.Struct("<H")
+
 #: ``]``, its place in the memo, ``(``, nothing but references, ``e``: how the pickler writes a list of known objects.
 _REFERENCES = re.compile(rb"\]\x94\(((?:j.{4}|h.){1,4096})e", re.DOTALL)
 
@@ -111,14 +113,68 @@ class _Machine:
         self.forgotten = 0
 
     def run(self) -> Any:
-        while True:
-            for _ in range(_OPCODES_BETWEEN_CHECKS):
-                if self.step():
-                    return self.settle(self.stack.pop())
+        while not self.read_some(_OPCODES_BETWEEN_CHECKS):
             self.check()
             self.forget_pages()
             if self.progress:
                 self.progress(self.position, len(self.data))
+        return self.settle(self.stack.pop())
+
+    def read_some(self, count: int) -> bool:
+        """Read up to so many opcodes; return whether the pickle is at its end.
+
+        The opcodes that make up nearly all of a snapshot are done here, with local names: this loop is what reading a
+        large file waits for.
+        """
+        data, stack, memo, marks = self.data, self.stack, self.memo, self.marks
+        push = stack.append
+        unsigned, signed, short = _UNSIGNED.unpack_from, _SIGNED.unpack_from, _SHORT.unpack_from
+        position = self.position
+        for _ in range(count):
+            opcode = data[position]
+            if opcode == 0x68:  # BINGET
+                push(memo[data[position + 1]])
+                position += 2
+            elif opcode == 0x6A:  # LONG_BINGET
+                push(memo[unsigned(data, position + 1)[0]])
+                position += 5
+            elif opcode == 0x94:  # MEMOIZE
+                top = stack[-1]
+                if type(top) is Dict or type(top) is List:
+                    top.place = len(memo)
+                memo.append(top)
+                position += 1
+            elif opcode == 0x8A and data[position + 1] <= _LARGEST_LONG_BYTES:  # LONG1
+                end = position + 2 + data[position + 1]
+                if end > len(data):
+                    raise IndexError
+                push(int.from_bytes(data[position + 2 : end], "little", signed=True))
+                position = end
+            elif opcode == 0x4B:  # BININT1
+                push(data[position + 1])
+                position += 2
+            elif opcode == 0x4A:  # BININT
+                push(signed(data, position + 1)[0])
+                position += 5
+            elif opcode == 0x4D:  # BININT2
+                push(short(data, position + 1)[0])
+                position += 3
+            elif opcode == 0x28:  # MARK
+                marks.append(len(stack))
+                position += 1
+            elif opcode == 0x7D:  # EMPTY_DICT
+                made = Dict()
+                made.place = None
+                push(made)
+                self.used += _CONTAINER_BYTES
+                position += 1
+            else:
+                self.position = position
+                if self.step(opcode, position):
+                    return True
+                position = self.position
+        self.position = position
+        return False
 
     def forget_pages(self) -> None:
         """Let go of the file's pages that were read: they would count as this process's memory."""
@@ -137,50 +193,19 @@ class _Machine:
                 "(max_entries of torch.cuda.memory._record_memory_history), or raise the limit"
             )
 
-    def step(self) -> bool:  # one branch for each opcode, the frequent ones first
-        data, stack, memo = self.data, self.stack, self.memo
-        position = self.position
-        opcode = data[position]
-        if opcode == 0x68:  # BINGET
-            stack.append(memo[data[position + 1]])
-            self.position = position + 2
-        elif opcode == 0x6A:  # LONG_BINGET
-            stack.append(memo[int.from_bytes(data[position + 1 : position + 5], "little")])
-            self.position = position + 5
-        elif opcode == 0x94:  # MEMOIZE
-            self.position = position + 1
-            self.remember(len(memo))
-        elif opcode == 0x7D:  # EMPTY_DICT
-            made = Dict()
-            made.place = None
-            stack.append(made)
-            self.used += _CONTAINER_BYTES
-            self.position = position + 1
-        elif opcode == 0x5D:  # EMPTY_LIST
+    def step(self, opcode: int, position: int) -> bool:
+        """Read one opcode that ``read_some`` does not; return whether it is the end."""
+        data = self.data
+        if opcode == 0x5D:  # EMPTY_LIST
             match = _REFERENCES.match(data, position)
-            if match:
-                kept = self.shape.references(match[1], memo)
-                if kept is not None:
-                    memo.append(kept)
-                    stack.append(kept)
-                    self.position = match.end()
-                    return False
-            self.push_list([])
-            self.position = position + 1
-        elif opcode == 0x28:  # MARK
-            self.marks.append(len(stack))
-            self.position = position + 1
-        elif opcode == 0x4A:  # BININT
-            stack.append(struct.unpack_from("<i", data, position + 1)[0])
-            self.position = position + 5
-        elif opcode == 0x4B:  # BININT1
-            stack.append(data[position + 1])
-            self.position = position + 2
-        elif opcode == 0x4D:  # BININT2
-            stack.append(struct.unpack_from("<H", data, position + 1)[0])
-            self.position = position + 3
-        elif opcode == 0x8A:  # LONG1
-            self.push_long(position + 2, data[position + 1])
+            kept = self.shape.references(match[1], self.memo) if match else None
+            if match and kept is not None:
+                self.memo.append(kept)
+                self.stack.append(kept)
+                self.position = match.end()
+            else:
+                self.push_list([])
+                self.position = position + 1
         elif opcode == 0x75:  # SETITEMS
             self.position = position + 1
             self.set_items(self.pop_mark(), at_once=True)
@@ -190,7 +215,7 @@ class _Machine:
         elif opcode == 0x8C:  # SHORT_BINUNICODE
             self.push_text(position + 2, data[position + 1])
         elif opcode == 0x58:  # BINUNICODE
-            self.push_text(position + 5, struct.unpack_from("<I", data, position + 1)[0])
+            self.push_text(position + 5, _UNSIGNED.unpack_from(data, position + 1)[0])
         elif opcode == 0x95:  # FRAME: how much the unpickler may read at once
             self.position = position + 9
         else:
@@ -230,6 +255,8 @@ class _Machine:
         elif opcode == 0x47:  # BINFLOAT
             stack.append(struct.unpack_from(">d", data, position + 1)[0])
             self.position = position + 9
+        elif opcode == 0x8A:  # LONG1, of more bytes than a number has
+            self.push_long(position + 2, data[position + 1])
         elif opcode == 0x8B:  # LONG4
             self.push_long(position + 5, struct.unpack_from("<i", data, position + 1)[0])
         elif opcode == 0x8D:  # BINUNICODE8
@@ -374,7 +401,7 @@ class _Machine:
                         self.memo[value.place] = kept
                     value.clear()
                     value = kept
-            else:
+            elif type(value) is Dict:
                 value = self.settle(value)
             target[key] = value
         self.used += _PAIR_BYTES * (len(items) // 2)
@@ -383,7 +410,7 @@ class _Machine:
 
     def extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        items = [self.settle(item) for item in items]
+        items = [self.settle(item) if type(item) is Dict else item for item in items]
         if type(target) is List:
             table = self.shape.table(items[0]) if items and not target else None
             if table is None:

@@ -1,4 +1,4 @@
-"""From a pickle to a Snapshot: knows the shapes that PyTorch has written since 1.13, and no torch."""
+"""From a pickle to a Snapshot: knows the shapes that PyTorch has written since 2.0, and older lists of segments."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ class _Shapes:
             device=_signed(items, "device"),
             address=address,
             size_bytes=size,
-            stream=_integer(items, "stream") if "stream" in items else 0,  # torch 1.13 has none
+            stream=_integer(items, "stream") if "stream" in items else 0,  # old lists of segments may have none
             small=items.get("segment_type") == "small",
             pool=_pool(items.get("segment_pool_id", DEFAULT_POOL)),
             expandable=items.get("is_expandable") is True,
@@ -256,7 +256,7 @@ class _Shapes:
 
     def snapshot(self, top: Any) -> Snapshot:
         result = self.result
-        if isinstance(top, list):  # torch.cuda.memory_snapshot(), and torch up to 1.13
+        if isinstance(top, list):  # torch.cuda.memory_snapshot(), which was all there was before 2.0
             top = {"segments": top}
             result.notes.append("a list of segments only: it has no events, so nothing is known of how they came about")
         if not isinstance(top, dict) or not isinstance(top.get("segments"), list):

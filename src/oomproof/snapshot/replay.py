@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -183,10 +184,14 @@ def replay(
 
     ``device`` defaults to the one with the most events. ``gpu`` limits the replays under other settings to its memory
     less the CUDA context; without it they have no limit. ``python`` is the interpreter whose torch is used.
-    ``on_setting(done, total)`` is called after each. Raises UsageError when there is no trace,
+    ``on_setting(done, total)`` is called after each. Raises UsageError when there is no trace or no such interpreter,
     EnvironmentMissingError without a CUDA build of torch.
     """
     device = _device(snapshot, device)
+    if python is not None and shutil.which(python) is None:
+        raise UsageError(
+            f"{python} is no interpreter that can be started; give its full path, such as .venv/bin/python"
+        )
     history = History(snapshot, device)
     recorded = Recorded(history, snapshot)
     recorded_config = _recorded_config(snapshot, recorded.expandable)
@@ -386,7 +391,7 @@ def _why(snapshot: Snapshot, history: History, result: dict[str, Any]) -> str:
         if not result.get("takes_from_pools", True):
             return f"torch {result['torch']} takes from private pools only while it captures a graph; see --python"
         if not snapshot.pools_recorded:
-            return "which blocks were of private pools that are gone: before torch 2.12 events do not say their pool"
+            return "which blocks were of private pools that are gone: up to torch 2.11 events do not say their pool"
     if history.unsure:
         return f"how large {history.unsure} blocks of the start are, and so its layout, cannot be told from the trace"
     if history.start_segments.total_bytes:

@@ -111,7 +111,7 @@ class Allocator:
         # Both: the environment for what is read once, the call where torch has read it already.
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"] = config
         self.torch = torch
-        settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # torch 2.8 or newer
+        settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # torch 2.11 has it, 2.7 has not
         self.set = settings or torch._C._cuda_cudaCachingAllocator_set_allocator_settings
         if config:
             self.set(config)
@@ -125,7 +125,7 @@ class Allocator:
         self.streams = [0] + [_new_stream() for _ in range(streams - 1)]
         self.pools = [None] + [(1 << 20, number + 1) for number in range(pools - 1)]
         self.pool = 0
-        # torch 2.8 or newer has the first, 2.5 or newer the second; 2.4 takes from pools only while it captures a graph
+        # torch 2.11 has the first, 2.6 the second; 2.4 takes from pools only while it captures a graph
         self.begin = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None) or getattr(
             torch._C, "_cuda_beginAllocateToPool", None
         )
@@ -137,7 +137,7 @@ class Allocator:
         if self.pool == number or self.begin is None:
             return
         if self.pool:
-            # torch 2.8 or newer has the first; the second, whatever its name, ends for all streams
+            # torch 2.11 has the first; the second, whatever its name, ends for all streams
             end = getattr(c, "_cuda_endAllocateToPool", None) or c._cuda_endAllocateCurrentStreamToPool
             end(0, self.pools[self.pool])
         if number:
@@ -163,7 +163,7 @@ def _new_stream() -> int:
 
 
 def takes_oldest(allocator: Allocator, script: Script) -> bool:
-    """Return whether PyTorch takes the oldest of equal free blocks (torch 2.13 or newer), not the one lowest in memory.
+    """Return whether PyTorch takes the oldest of equal free blocks (2.14), not the one lowest in memory (2.11).
 
     Asked of the allocator itself, before anything is in it: two segments, the younger one below the older one.
     """

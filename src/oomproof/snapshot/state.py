@@ -108,7 +108,7 @@ class History:
             if block.active
         }
         self._rounding = Rounding(snapshot.settings)
-        # Events before torch 2.12 do not say their pool: it is known of segments that are there at the end.
+        # Events up to torch 2.11 do not say their pool: it is known of segments that are there at the end.
         self._segment_pools: dict[int, tuple[int, int]] = {}
         self.start_segments, start = self._undo()
         self._redo(start)

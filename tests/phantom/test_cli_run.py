@@ -91,14 +91,14 @@ def test_modules_and_shell_scripts(child: Child) -> None:
 
 
 def test_snapshot_goes_into_the_capture(child: Child) -> None:
-    """With --snapshot the capture has PyTorch's own pickle beside the measurement."""
+    """With --snapshot the capture has PyTorch's own pickle beside the measurement and the profile."""
     import zipfile
 
     script = str(child.script(train, 16))
     done = oomproof("run", "-q", "--snapshot", "-o", "s.oomp", "--", PYTHON, script, folder=child.folder)
     assert done.returncode == 0, done.stderr
     with zipfile.ZipFile(child.folder / "s.oomp") as archive:
-        assert sorted(archive.namelist()) == ["measurement.json", "snapshot.pickle"]
+        assert sorted(archive.namelist()) == ["measurement.json", "profile.json", "snapshot.pickle"]
 
 
 def processes(mark: str) -> list[int]:

@@ -13,6 +13,8 @@ from oomproof.capture import read_profile
 from oomproof.measure.measurement import Measurement
 from oomproof.measure.profile import Block, Profile
 
+HAS_TRAINER = has_module("transformers") and has_module("accelerate")
+
 LM = """
 import os
 import torch
@@ -90,7 +92,7 @@ def share(profile: Profile, known: Any) -> float:
     ("code", "options"),
     [
         (PLAIN, {}), (CHECKPOINTED, {}), (FSDP2, {"world_size": 8}), (COMPILED, {}),
-        pytest.param(TRAINER, {}, marks=pytest.mark.skipif(not has_module("transformers"), reason="no transformers")),
+        pytest.param(TRAINER, {}, marks=pytest.mark.skipif(not HAS_TRAINER, reason="no transformers and accelerate")),
     ],
     ids=["plain", "checkpointed", "FSDP2 rank", "compiled", "HF Trainer"],
 )  # fmt: skip

@@ -21,7 +21,7 @@ SNAPSHOTS = Path(__file__).parents[3] / "shared" / "snapshots"
 
 @pytest.mark.parametrize("code", [PLAIN, CHECKPOINTED], ids=["plain", "checkpointed"])
 def test_stacks_tell_most_of_what_observing_tells(tmp_path: Path, code: str) -> None:
-    """The peaks are equal to the byte; at least 90 % of the bytes get the category that the observer gave them."""
+    """The peaks are equal to the byte; at least 85 % of the bytes get the category that the observer gave them."""
     (tmp_path / "train.py").write_text(LM + code)
     oomproof.run([PYTHON, str(tmp_path / "train.py")], output=tmp_path / "a.oomp", snapshot=True, gpu="a100-40gb")
     observed, read = read_profile(tmp_path / "a.oomp"), profile(load(tmp_path / "a.oomp"))
@@ -30,7 +30,7 @@ def test_stacks_tell_most_of_what_observing_tells(tmp_path: Path, code: str) -> 
     assert [row.step for row in read.steps] == [row.step for row in observed.steps]
     categories = {block.address: block.category for block in observed.blocks}
     same = sum(b.size_bytes for b in read.blocks if categories.get(b.address) == b.category)
-    assert same >= 0.9 * read.allocated_bytes
+    assert same >= 0.85 * read.allocated_bytes
 
 
 @pytest.mark.parametrize(

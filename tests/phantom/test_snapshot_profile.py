@@ -11,6 +11,7 @@ from test_profile import CHECKPOINTED, LM, PLAIN
 import oomproof
 from oomproof.capture import read_profile
 from oomproof.errors import SnapshotError
+from oomproof.measure.versions import numbers
 from oomproof.snapshot import trace
 from oomproof.snapshot.load import load
 from oomproof.snapshot.profile import profile
@@ -86,7 +87,9 @@ def test_a_profiler_trace_tells_the_peak(tmp_path: Path) -> None:
     """Modules, lines and steps come from the spans around memory events; what was there before is one block."""
     (tmp_path / "train.py").write_text(LM + TRACED)
     command = [PYTHON, str(tmp_path / "train.py")]
-    oomproof.run(command, output=tmp_path / "a.oomp", steps=None, gpu="a100-40gb", cwd=tmp_path)
+    found = oomproof.run(command, output=tmp_path / "a.oomp", steps=None, gpu="a100-40gb", cwd=tmp_path)
+    if numbers(found.torch.version) < (2, 9):
+        pytest.skip(f"torch {found.torch.version} writes a trace with stacks that is not JSON")
     observed, read = read_profile(tmp_path / "a.oomp"), trace.profile(tmp_path / "trace.json")
     assert observed is not None
     assert (read.allocated_bytes, read.reserved_bytes) == (observed.allocated_bytes, observed.reserved_bytes)

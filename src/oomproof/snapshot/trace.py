@@ -30,7 +30,8 @@ RULES = (
 )
 _LINE = re.compile(r"(.+\.py)\((\d+)\): (.+)")
 _STEP, _BACKWARD, _MODULE = "Optimizer.step", "autograd::engine::evaluate_function: ", "nn.Module: "
-_NOT_SHOWN = ("torch/", "<frozen", "oomproof/measure/")
+#: Files of torch, Python and this tool; names are relative to sys.path, or absolute.
+_NOT_SHOWN = re.compile(r"torch/|.*site-packages/torch/|<frozen|.*oomproof/measure/")
 
 
 class _Event(NamedTuple):
@@ -80,7 +81,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
             text = file.read(LIMIT_BYTES + 1)
         if len(text) > LIMIT_BYTES:
             raise SnapshotError(f"{path} is over 512 MiB of JSON; profile fewer steps (torch.profiler.schedule)")
-        data = json.loads(text)
+        data = json.loads(text.decode("utf-8", "replace"), strict=False)  # torch 2.6 writes bytes that are no UTF-8
         found = data["traceEvents"]
         if not isinstance(found, list):
             raise ValueError
@@ -139,7 +140,7 @@ def _place(names: list[str]) -> _Place:
     module = next((n[len(_MODULE) :] for n in names if n.startswith(_MODULE)), None)
     phase = phase or ("backward" if node else "forward" if module else None)
     lines = [found for found in map(_LINE.fullmatch, names) if found]
-    stack = [f"{m[1]}:{m[2]} {m[3]}" for m in lines if not m[1].startswith(_NOT_SHOWN)]
+    stack = [f"{m[1]}:{m[2]} {m[3]}" for m in lines if not _NOT_SHOWN.match(m[1])]
     return _Place(phase, module, tuple(stack[:STACK_LINES]) or ((f"{node} (autograd)",) if node else ()))
 
 

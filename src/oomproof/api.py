@@ -440,15 +440,16 @@ class _Beside:
             if sender is None:
                 self._start(source, self._world)
             elif sender.process.poll() is not None and not message.exists():  # asked last: it may just have come
-                if source != self._world.rank:
-                    sys.stderr.write(sender.output())
+                if source == self._world.rank:
+                    return  # it was measured to its end; a sender that goes on without it doesn't matter
+                sys.stderr.write(sender.output())
                 raise ScriptError(_never_comes(rank, source, f"it ended with exit code {sender.process.returncode}"))
         alive = {rank for rank, started in self._running.items() if started.process.poll() is None}
         if alive and alive <= {rank for rank, *_ in waiting}:
             self._stuck_since = self._stuck_since or time.monotonic()
             if time.monotonic() - self._stuck_since > STUCK_SECONDS:
                 rank, source, _ = waiting[0]
-                raise ScriptError(_never_comes(rank, source, "it waits for another rank itself"))
+                raise ScriptError(_never_comes(rank, source, "all ranks wait for one another"))
         else:
             self._stuck_since = None
 
@@ -476,6 +477,6 @@ class _Beside:
 
 def _never_comes(rank: int, source: int, why: str) -> str:
     return (
-        f"rank {rank} waits for something that rank {source} does not send here: {why}. Measure with real processes "
-        "instead: oomproof run -- torchrun --nproc-per-node N"
+        f"rank {rank} waits for something that rank {source} does not send: {why}. If real ranks do not hang there, "
+        "measure with real processes: oomproof run -- torchrun --nproc-per-node N"
     )

@@ -273,7 +273,7 @@ def test_what_nobody_sends_is_told(tmp_path: Path) -> None:
         'dist.init_process_group("nccl")\nheard = [None]\n'
         "if rank == 1:\n    dist.recv_object_list(heard, src=0)\nsteps(layers().cuda())\n"
     )
-    with pytest.raises(ScriptError, match="rank 1 waits for something that rank 0 does not send here: it ended"):
+    with pytest.raises(ScriptError, match="rank 1 waits for something that rank 0 does not send: it ended"):
         measured(tmp_path, code, world_size=2, rank=1)
 
 
@@ -284,8 +284,35 @@ def test_ranks_that_wait_for_each_other_are_told(tmp_path: Path, monkeypatch: py
         'dist.init_process_group("nccl")\nheard = [None]\ndist.recv_object_list(heard, src=1 - rank)\n'
         "dist.send_object_list([rank], dst=1 - rank)\nsteps(layers().cuda())\n"
     )
-    with pytest.raises(ScriptError, match="waits for another rank itself"):
+    with pytest.raises(ScriptError, match="all ranks wait for one another"):
         measured(tmp_path, code, world_size=2)
+
+
+BOTH_WAYS = """
+dist.init_process_group("nccl")
+model = layers().cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+shape = torch.zeros(2, dtype=torch.int64, device="cuda")
+for _ in range(6):
+    if rank:
+        dist.recv(shape, rank - 1)
+    x = torch.randn(8, 1024, device="cuda") if rank == 0 else torch.randn(*shape.tolist(), device="cuda")
+    if rank < size - 1:
+        dist.send(torch.tensor(x.shape, device="cuda"), rank + 1)
+        dist.recv(shape, rank + 1)
+    model(x).sum().backward()
+    if rank:
+        dist.send(torch.tensor(x.shape, device="cuda"), rank - 1)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_is_measured_to_its_end_whatever_its_senders_wait_for(tmp_path: Path, rank: int) -> None:
+    """A rank that is stopped after two of six steps leaves its neighbours waiting; it has its report."""
+    found = measured(tmp_path, BOTH_WAYS, world_size=3, rank=rank)
+    assert (found.verdict, found.steps) == ("fits", 2), found.notes
 
 
 NUMBERS = """
@@ -343,6 +370,31 @@ def test_numbers_that_their_sender_does_not_know_stay_unknown(tmp_path: Path) ->
     for rank in (0, 1):
         found = measured(tmp_path, code, world_size=2, rank=rank)
         assert [read.location for read in found.value_reads if "train.py" in read.location], (rank, found.value_reads)
+
+
+def test_numbers_gathered_over_ranks_are_told(tmp_path: Path) -> None:
+    """A longest length over ranks is this rank's own here: the report says so; a summed loss is no such thing."""
+    code = (
+        'dist.init_process_group("nccl")\nlength = torch.tensor([rank + 1], device="cuda")\n'
+        "dist.all_reduce(length, op=dist.ReduceOp.MAX)\ntorch.empty(int(length) << 20, device='cuda')\n"
+        "steps(layers().cuda())\n"
+    )
+    told = [note for note in measured(tmp_path, code, world_size=8).notes if "as if each held" in note]
+    assert len(told) == 1
+    other = code.replace("torch.tensor([rank + 1], ", "torch.tensor([1.5], ")
+    assert not [note for note in measured(tmp_path, other, world_size=8).notes if "as if each held" in note]
+
+
+def test_a_rank_on_the_first_gpu_is_told(tmp_path: Path) -> None:
+    """Without set_device every rank of a machine is on cuda:0, and they share its memory."""
+    code = (
+        'dist.init_process_group("gloo")\nmodel = layers().to("cuda:0")\n'
+        "optimizer = torch.optim.SGD(model.parameters())\n"
+        "for _ in range(2):\n    model(torch.randn(8, 1024, device='cuda:0')).sum().backward()\n    optimizer.step()\n"
+    )
+    (tmp_path / "train.py").write_text(START.replace("torch.cuda.set_device(local)", "") + code)
+    found = oomproof.run([PYTHON, str(tmp_path / "train.py")], gpu="h100-80gb", steps=2, world_size=4, rank=2)
+    assert [note for note in found.notes if "cuda:0" in note], found.notes
 
 
 def test_worst_measures_the_first_and_last_rank_where_all_do_the_same(tmp_path: Path) -> None:

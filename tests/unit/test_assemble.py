@@ -46,6 +46,8 @@ def finding(**changes: Any) -> dict[str, Any]:
         "all_to_all": 0,
         "groups": [],
         "unanswered": 0,
+        "in_kind": 0,
+        "on_first_gpu": False,
         "own_answers": 0,
         "pinned_host_bytes": 0,
         "managed_bytes": 0,

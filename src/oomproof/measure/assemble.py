@@ -302,6 +302,18 @@ def _notes(limited: Outcome, lead: Mapping[str, Any], shown: Mapping[str, Any]) 
         )
     elif lead["oom"] and lead["ended"] != "oom":
         notes.append("the script met an out-of-memory error, handled it and went on; the peak is that of what followed")
+    if lead["in_kind"]:
+        notes.append(
+            f"whole numbers were reduced or gathered over ranks that do not exist, {lead['in_kind']} x, as if each "
+            "held what this rank holds. Where sizes follow them, such as the longest of all batches, real ones can be "
+            "larger: measure real processes (torchrun)"
+        )
+    shares = [f for f in limited.findings if f["on_first_gpu"]]
+    if shares:
+        notes.append(
+            f"rank {shares[0]['rank']} used cuda:0 and not the GPU of its local rank. On a real machine all its ranks "
+            "would share that GPU and its memory; call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) first"
+        )
     unanswered = sum(f["unanswered"] for f in limited.findings)
     if unanswered:
         notes.append(

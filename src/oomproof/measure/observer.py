@@ -385,6 +385,8 @@ class Observer:
             "all_to_all": self.all_to_all,
             "groups": self.layout.as_list() if self.layout else [],
             "unanswered": self.device.unanswered(),
+            "in_kind": self.layout.values.in_kind if self.layout else 0,
+            "on_first_gpu": used and index == 0 and self._has_another_gpu(),
             "refused": self.device.refused(),
             "no_kernels": bool(self.config.get("no_kernels")),
             "pinned_host_bytes": self.device.host_peak(),
@@ -407,6 +409,11 @@ class Observer:
         if not self.per_step:
             findings["step"] = None
         return findings
+
+    def _has_another_gpu(self) -> bool:
+        """Return whether this rank of a world that does not exist should use another GPU than the first."""
+        elsewhere = self.config["world"] is not None and os.environ.get("LOCAL_RANK", "0") != "0"
+        return elsewhere and "CUDA_VISIBLE_DEVICES" not in os.environ
 
     def _out_of_memory_in(self, error: BaseException | None) -> BaseException | None:
         """Return the out-of-memory error that ended the script, also when another was raised because of it."""

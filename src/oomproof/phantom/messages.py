@@ -97,6 +97,9 @@ def _write(path: Path, data: bytes) -> None:
 class Values:
     """What is known of the values of tensors on the phantom; the observer puts its own in this place."""
 
+    #: Collectives of whole numbers over ranks that do not exist.
+    in_kind = 0
+
     def told(self, tensor: Any) -> Any:
         """Return what another rank has to be told of the tensor's values; None when nobody knows them."""
 
@@ -119,6 +122,7 @@ class Answers:
         for name in (
             "gather_object", "send_object_list", "recv_object_list", "broadcast_object_list", "scatter_object_list",
             "broadcast", "scatter", "send", "isend", "recv", "irecv", "batch_isend_irecv",
+            "all_reduce", "all_gather", "all_gather_into_tensor",
         ):  # fmt: skip
             original = getattr(self._distributed, name, None)
             if original is not None:
@@ -244,8 +248,13 @@ class Answers:
     def recv(self, original: Any, given: dict[str, Any]) -> Any:
         """Take the numbers that the other rank left."""
         result = original(**given)
-        self._receive(given["tensor"], *self._place(given, "src"))
+        if self._from_one(given):
+            self._receive(given["tensor"], *self._place(given, "src"))
         return result
+
+    def _from_one(self, given: dict[str, Any]) -> bool:
+        """Return whether a certain rank is named; from any rank, nobody knows which would be first."""
+        return given.get("src") is not None or given.get("group_src") is not None
 
     def _receive(self, tensor: Any, source: int, ranks: tuple[int, ...]) -> None:
         if self._is_sent(tensor):
@@ -255,7 +264,7 @@ class Answers:
         """Take them once they are waited for: this rank may have to send first."""
         work = original(**given)
         tensor = given["tensor"]
-        if not self._is_sent(tensor) or self._batching():
+        if not self._is_sent(tensor) or self._batching() or not self._from_one(given):
             return work
         return _Awaited(work, functools.partial(self._receive, tensor, *self._place(given, "src")))
 
@@ -274,6 +283,25 @@ class Answers:
             if operation.op.__name__ == "irecv":
                 self._receive(operation.tensor, operation.peer, ranks_of(self._distributed, operation.group))
         return works
+
+    # ---- tensors of whole numbers over all ranks ---------------------------------------------------------------------
+
+    def all_reduce(self, original: Any, given: dict[str, Any]) -> Any:
+        """Note that what every rank has a part in is answered in kind: sizes may follow it."""
+        return self._in_kind(original, given, given["tensor"])
+
+    def all_gather(self, original: Any, given: dict[str, Any]) -> Any:
+        """Note it likewise."""
+        return self._in_kind(original, given, given["tensor"])
+
+    def all_gather_into_tensor(self, original: Any, given: dict[str, Any]) -> Any:
+        """Note it likewise."""
+        return self._in_kind(original, given, given["input_tensor"])
+
+    def _in_kind(self, original: Any, given: dict[str, Any], tensor: Any) -> Any:
+        if self._is_sent(tensor) and len(ranks_of(self._distributed, given.get("group"))) > 1:
+            self._values().in_kind += 1
+        return original(**given)
 
     def _batching(self) -> bool:
         return bool(getattr(self._in_batch, "now", False))

@@ -176,3 +176,16 @@ def test_written_whole(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="create it first"):
         write_page(tmp_path / "no" / "a.html", text)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "a.oomp"]
+
+
+def test_the_step_with_the_peak_is_in_the_table() -> None:
+    """Of many steps the first, the last and the highest are shown, wherever it is."""
+    known = training(steps=3)
+    row = known.steps[1]
+    for top in (1, 9, 10, 50, 98, 99, 100):
+        rows = tuple(row._replace(step=n, category_bytes=(*row.category_bytes[:-1], n == top)) for n in range(1, 101))
+        text = made(known._replace(steps=rows))
+        shown = [int(n) for n in re.findall(r'<th scope="row">step (\d+)<', text)]
+        assert {1, 2, top, 99, 100} <= set(shown)
+        hidden = [int(n) for n in re.findall(r">(\d+) steps? more<", text)]
+        assert len(shown) + sum(hidden) == 100

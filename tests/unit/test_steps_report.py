@@ -7,11 +7,14 @@ import json
 from pathlib import Path
 
 import pytest
+from measurement_samples import step
 from profile_samples import bare, from_snapshot, training, written
 from rich.console import Console
 
 from oomproof.measure.profile import Growth, Profile
 from oomproof.report import steps
+from oomproof.report.export.perfetto import to_perfetto
+from oomproof.report.page.data import page_data
 from oomproof.report.sheet import print_sheet
 from oomproof.report.source import load
 from oomproof.units import MIB
@@ -125,3 +128,37 @@ def test_more_memory_for_more_is_no_fragmentation() -> None:
         for n in range(1, 9)
     )
     assert steps.examine(known._replace(steps=rows)).states == ("varies",)
+
+
+def unfinished() -> Profile:
+    """Return a profile of three steps whose events go on after the last optimizer step, as earlier captures have it."""
+    known = training(steps=4)
+    return known._replace(growth=(Growth(("train.py:33 log",), None, "unknown", 3, 3 * MIB, 3, 2, 4),))
+
+
+def test_what_comes_after_the_last_step_is_no_step(tmp_path: Path) -> None:
+    """No report counts the events after the last optimizer step as a step more."""
+    file = written(tmp_path / "a.oomp", unfinished(), steps=3)
+    source = load(file)
+    found = steps.examine(source.profile)
+    assert [row.step for row in found.rows] == [1, 2, 3]
+    assert {point.step for point in source.profile.points} == {1, 2, 3, None}
+    assert "from step 2 to the end" in shown(file)
+    assert "step 4" not in shown(file)
+    assert json.loads(steps.to_json_text(source, found))["leaks"][0]["last_step"] == 3
+    for data in (page_data(source.profile), to_perfetto(source)):
+        assert "step 4" not in json.dumps(data)
+    curve = page_data(source.profile)["curve"]
+    assert 4 not in curve["step"] + [span[0] for span in curve["spans"]]
+    assert max(block.freed_step or 0 for block in source.profile.blocks) <= 3
+
+
+def test_peaks_agree_with_the_report(tmp_path: Path) -> None:
+    """A step's peak is the one that the allocator counted, to the byte, though events miss what blocks round up."""
+    known = training(steps=3)
+    for more in (5 * MIB, -5 * MIB):
+        counted = tuple(step(row.step, steps.high(row) + more) for row in known.steps)
+        source = load(written(tmp_path / "a.oomp", known, per_step=counted))
+        rows = steps.examine(source.profile).rows
+        assert [steps.high(row) for row in rows] == [one.allocated_bytes for one in counted]
+        assert min(min(row.category_bytes) for row in rows) >= 0

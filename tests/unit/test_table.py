@@ -53,6 +53,22 @@ def test_columns_that_say_nothing_are_left_out(tmp_path: Path) -> None:
     assert text.splitlines()[2].split() == ["size", "line"]
 
 
+def test_blocks_from_before_the_recording(tmp_path: Path) -> None:
+    """Where the rows shown are older than a snapshot's recording, category and line stand there all the same."""
+    known = from_snapshot()
+    old = known.blocks[0]._replace(born=0, stack=(), size_bytes=2**40)
+    text = shown(written(tmp_path / "a.oomp", known._replace(blocks=(old, old, *known.blocks))), 2, 100)
+    assert text.splitlines()[2].split() == ["size", "category", "line"]
+    assert text.count("unknown   (before the recording)") == 2
+
+
+def test_of_equal_blocks_the_known_stand_first() -> None:
+    """Blocks of which nothing is known do not push equal ones off the table, nor off the page."""
+    first, *_ = training().blocks
+    unknown = first._replace(category="unknown", stack=(), born=0)
+    assert table.ordered([unknown, first], "size") == [first, unknown]
+
+
 def test_csv_round_trip() -> None:
     """CSV has a row for each block, with every digit, and empty cells for what is not known."""
     for _, profile in every():

@@ -11,7 +11,7 @@ from oomproof.capture import read_capture, read_profile
 from oomproof.errors import CaptureError
 from oomproof.gpus import all_gpus
 from oomproof.measure.measurement import Measurement
-from oomproof.measure.profile import Profile
+from oomproof.measure.profile import CATEGORIES, Profile, StepRow
 from oomproof.snapshot import trace
 from oomproof.snapshot.load import load as load_snapshot
 from oomproof.snapshot.profile import profile as profile_of
@@ -61,7 +61,37 @@ def load(path: str | os.PathLike[str]) -> Source:
             f"{path} has no profile: it is saved --json output, or an earlier oomproof wrote it; "
             f"measure again with `oomproof run -o FILE.oomp -- {command}`"
         )
-    return Source(path=os.fspath(path), profile=profile, measurement=measured)
+    return Source(path=os.fspath(path), profile=of_whole_steps(profile, measured), measurement=measured)
+
+
+def of_whole_steps(profile: Profile, measured: Measurement) -> Profile:
+    """Return a run's profile with the steps that the Measurement has, and with its figures for them.
+
+    What comes after the last optimizer step is no step, though the run's marks number it as the next one. A step's
+    allocated peak is that of the allocator's counters: the events miss what its blocks are larger than asked for.
+    """
+    last = measured.steps
+    counted = {step.step: step.allocated_bytes for step in measured.per_step}
+    freed_later = {"freed_step": None, "freed_phase": None}
+    return profile._replace(
+        points=tuple(p._replace(step=None) if (p.step or 0) > last else p for p in profile.points),
+        steps=tuple(_as_counted(row, counted.get(row.step)) for row in profile.steps if row.step <= last),
+        segments=tuple(s._replace(step=None) if (s.step or 0) > last else s for s in profile.segments),
+        blocks=tuple(b._replace(**freed_later) if (b.freed_step or 0) > last else b for b in profile.blocks),
+    )
+
+
+def _as_counted(row: StepRow, allocated_bytes: int | None) -> StepRow:
+    if allocated_bytes is None:
+        return row
+    sizes = list(row.category_bytes)
+    unknown = CATEGORIES.index("unknown")
+    sizes[unknown] += allocated_bytes - sum(sizes)
+    if sizes[unknown] < 0:  # true sizes of a later moment: the largest gives way, as it does at the peak
+        largest = max(range(len(sizes)), key=sizes.__getitem__)
+        sizes[largest] += sizes[unknown]
+        sizes[unknown] = 0
+    return row._replace(category_bytes=tuple(sizes))
 
 
 def from_elsewhere(path: str | os.PathLike[str]) -> Profile | None:

@@ -172,10 +172,10 @@ def body(source: Source, found: Findings) -> Body:
         yield from _first(found)
         told = [g for g in found.leaks if per_step(g) >= NOISE * found.leak_bytes_per_step][:PLACES]
         for growth in told:
-            yield from _growth(sheet, growth, "kept for good")
+            yield from _growth(sheet, growth, "kept for good", found.rows[-1].step)
         yield from _more(len(found.leaks) - len(told), "places that leak less")
         for growth in found.settled[:PLACES]:
-            yield from _growth(sheet, growth, f"kept, but no more after step {growth.last_step}")
+            yield from _growth(sheet, growth, f"kept, but no more after step {growth.last_step}", growth.last_step)
         yield from _more(len(found.settled) - PLACES, "places that stopped growing")
         for place in found.places[:PLACES]:
             yield Text()
@@ -229,12 +229,13 @@ def signed(size_bytes: int) -> str:
     return f"+{format_bytes(size_bytes)}" if size_bytes > 0 else format_bytes(size_bytes)
 
 
-def _growth(sheet: Sheet, growth: Growth, what: str) -> Iterator[Text]:
+def _growth(sheet: Sheet, growth: Growth, what: str, last: int) -> Iterator[Text]:
     yield Text()
+    until = f"to {growth.last_step}" if growth.last_step <= last else "to the end"
     text = Text(f"{format_bytes(per_step(growth))} a step", "bold")
     text.append(
         f", {format_bytes(growth.size_bytes)} in {plural(growth.blocks, 'block')} "
-        f"from step {growth.first_step} to {growth.last_step}, {what}; {words(growth.category)}, made by",
+        f"from step {growth.first_step} {until}, {what}; {words(growth.category)}, made by",
         "not bold",
     )
     yield text
@@ -275,8 +276,8 @@ def to_json_text(source: Source, found: Findings) -> str:
         "first_to_steady": {f"{name}_bytes": size for name, size in found.changes},
         "leak_bytes_per_step": found.leak_bytes_per_step,
         "steps_until_full": found.steps_until_full,
-        "leaks": [_plain(growth) for growth in found.leaks],
-        "settled": [_plain(growth) for growth in found.settled],
+        "leaks": [_plain(growth, found) for growth in found.leaks],
+        "settled": [_plain(growth, found) for growth in found.settled],
         "reserved_growth_bytes": found.reserved_growth_bytes,
         "reserved_growth": [
             {"module": p.module, "stack": list(p.stack), "segments": p.segments, "size_bytes": p.size_bytes}
@@ -288,8 +289,9 @@ def to_json_text(source: Source, found: Findings) -> str:
     return json.dumps(data, indent=2) + "\n"
 
 
-def _plain(growth: Growth) -> dict[str, Any]:
-    return growth._asdict() | {"bytes_per_step": per_step(growth), "stack": list(growth.stack)}
+def _plain(growth: Growth, found: Findings) -> dict[str, Any]:
+    steps = {"last_step": min(growth.last_step, found.rows[-1].step if found.rows else growth.last_step)}
+    return growth._asdict() | steps | {"bytes_per_step": per_step(growth), "stack": list(growth.stack)}
 
 
 def after(source: Source, found: Findings) -> NextCommand:

@@ -20,17 +20,19 @@ from oomproof.units import format_bytes
 
 LIMIT = 25
 UNKNOWN = "?"
+BEFORE = "(before the recording)"
 SAYS_NOTHING = frozenset((UNKNOWN, "", "? - never", "? - later", "unknown", NO_STACK))
 SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt"}
 
 
-def _largest_first(block: Block) -> Any:
-    return -block.size_bytes, block.born
+def largest_first(block: Block) -> Any:
+    """Return what sorts blocks by size; of equal ones those of which something is known stand first."""
+    return -block.size_bytes, block.category == "unknown", not block.stack, block.born
 
 
 #: What --sort takes, and the order it means; equal blocks stay largest first.
 ORDERS: dict[str, Callable[[Block], Any]] = {
-    "size": _largest_first,
+    "size": largest_first,
     "category": lambda block: block.category,
     "module": module_path,
     "name": lambda block: block.name or "\uffff",
@@ -47,7 +49,7 @@ COLUMNS = (
 
 def ordered(blocks: Sequence[Block], sort: str) -> list[Block]:
     """Return the blocks in the order that ``sort``, a key of ``ORDERS``, means."""
-    return sorted(sorted(blocks, key=_largest_first), key=ORDERS[sort])
+    return sorted(sorted(blocks, key=largest_first), key=ORDERS[sort])
 
 
 def born(block: Block) -> str:
@@ -67,6 +69,12 @@ def _when(step: int | None, phase: str | None) -> str:
 def shape(block: Block) -> str:
     """Return "8x512x768", or UNKNOWN."""
     return UNKNOWN if block.shape is None else "x".join(map(str, block.shape)) or "scalar"
+
+
+def place(block: Block, source: str) -> str:
+    """Return the line that made a block; a snapshot has none of those that were there when its recording began."""
+    before = source == "snapshot" and not block.born and block.phase is None
+    return BEFORE if before and not block.stack else line(block.stack)
 
 
 def _row(block: Block) -> dict[str, Any]:
@@ -129,7 +137,7 @@ def body(source: Source, blocks: Sequence[Block], sort: str) -> Body:
             yield Text("no block was seen there")
             return
         yield Text()
-        yield from _table(sheet, blocks, profile.allocated_bytes)
+        yield from _table(sheet, blocks, profile.allocated_bytes, profile.source)
         rest = len(profile.blocks) - len(blocks)
         if rest > 0:
             left = sum(b.size_bytes for b in profile.blocks) - sum(b.size_bytes for b in blocks)
@@ -140,7 +148,7 @@ def body(source: Source, blocks: Sequence[Block], sort: str) -> Body:
     return lines
 
 
-def _table(sheet: Sheet, blocks: Sequence[Block], whole_bytes: int) -> Iterator[Text]:
+def _table(sheet: Sheet, blocks: Sequence[Block], whole_bytes: int, source: str) -> Iterator[Text]:
     """Yield rows with the columns that there is room for and that say something."""
     cells = [
         [
@@ -151,7 +159,7 @@ def _table(sheet: Sheet, blocks: Sequence[Block], whole_bytes: int) -> Iterator[
             shape(b),
             sheet.clean(b.dtype or UNKNOWN),
             f"{born(b)} - {freed(b)}",
-            sheet.clean(line(b.stack)),
+            sheet.clean(place(b, source)),
         ]
         for b in blocks
     ]
@@ -159,6 +167,8 @@ def _table(sheet: Sheet, blocks: Sequence[Block], whole_bytes: int) -> Iterator[
     most = [10, 4, 15, 40, 18, 10, 20, 40]
     least = [10, 4, 10, 16, 9, 7, 14, 20]
     kept = [i for i in range(len(heads)) if i == 0 or any(row[i] not in SAYS_NOTHING for row in cells)]
+    if 2 not in kept and any(row[7] == BEFORE for row in cells):  # of other blocks the category may be known
+        kept = sorted((*kept, 2))
     needed = {i: min(most[i], max(len(heads[i]), *(len(row[i]) for row in cells))) for i in kept}
     for drop in (1, 5, 4, 6, 7):  # by how little they are missed
         if sum(min(needed[i], least[i]) + 2 for i in kept) - 2 <= sheet.width:

@@ -109,6 +109,8 @@ def _feet(columns: Sequence[Point]) -> Iterator[Text]:
     for step, _, at, _ in runs:
         if step is not None and step != before:
             marks.put(at, f"{'|' if at else ''}step {step}", f"|{step}", "|")
+        elif step is None and before is not None:
+            marks.put(at, "|after the steps", "|after", "|")
         before = step
     for _, phase, at, width in runs:
         label = LABELS.get(phase or "", phase or "")

@@ -7,7 +7,7 @@ from typing import Any
 from oomproof.measure.profile import CATEGORIES, Block, Profile
 from oomproof.report.blocks import by_category, has_modules, words
 from oomproof.report.curve import allocated, spans, thinned
-from oomproof.report.table import born, freed, shape
+from oomproof.report.table import born, freed, largest_first, shape
 from oomproof.report.tree import Node, build, joined
 from oomproof.units import format_bytes
 
@@ -156,7 +156,7 @@ def _blocks(profile: Profile) -> dict[str, Any]:
             block.born,
         ]
 
-    kept = sorted(profile.blocks, key=lambda block: -block.size_bytes)[:BLOCKS]
+    kept = sorted(profile.blocks, key=largest_first)[:BLOCKS]
     left = sum(block.size_bytes for block in profile.blocks) - sum(block.size_bytes for block in kept)
     rows = [row(block) for block in kept]
     return {

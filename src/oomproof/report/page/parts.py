@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from oomproof.measure.measurement import Measurement
-from oomproof.measure.profile import CATEGORIES, Profile
+from oomproof.measure.profile import CATEGORIES, Profile, StepRow
 from oomproof.report import steps as step_report
 from oomproof.report.blocks import by_category, words
 from oomproof.report.page.data import COLOURS
@@ -163,15 +163,7 @@ def steps(source: Source) -> str:
         f'<p class="finding {TONES[colour]}"><b>{name}</b> {text(detail)}</p>'
         for name, detail, colour in step_report.verdicts(found)
     )
-    rows = found.rows if len(found.rows) <= STEP_ROWS else (*found.rows[: STEP_ROWS - 2], *found.rows[-2:])
-    body = "".join(
-        f'<tr><th scope="row">step {row.step}</th><td class="number">{format_bytes(step_report.high(row))}</td>'
-        f'<td class="number">{format_bytes(row.reserved_bytes)}</td>'
-        f'<td class="number">{format_bytes(row.end_allocated_bytes)}</td></tr>'
-        for row in rows
-    )
-    hidden = len(found.rows) - len(rows)
-    more = f'<p class="quiet">{plural(hidden, "step")} in between left out</p>' if hidden else ""
+    body = _step_rows(found.rows)
     changes = ", ".join(f"{words(name)} {step_report.signed(size)}" for name, size in step_report.told_changes(found))
     first = f"<p>The first step against the last: {changes}</p>" if changes else ""
     culprits = [
@@ -186,9 +178,27 @@ def steps(source: Source) -> str:
     return (
         f'<section id="steps"><h2>Steps</h2>{told}'
         f'<div class="scroll"><table class="steps"><thead><tr><td></td><th>allocated</th><th>reserved</th>'
-        f"<th>left at its end</th></tr></thead>{body}</table></div>{more}{first}"
+        f"<th>left at its end</th></tr></thead>{body}</table></div>{first}"
         f"{'<ul>' + ''.join(culprits) + '</ul>' if culprits else ''}</section>"
     )
+
+
+def _step_rows(rows: Sequence[StepRow]) -> str:
+    """Return the first steps, the one with the peak and the last ones, and how many are left out between them."""
+    top = max(range(len(rows)), key=lambda i: step_report.high(rows[i]))
+    ends = {*range(STEP_ROWS - 3), top, len(rows) - 2, len(rows) - 1}
+    kept = range(len(rows)) if len(rows) <= STEP_ROWS else sorted(ends)
+    body, before = "", -1
+    for number in kept:
+        hidden, row = number - before - 1, rows[number]
+        before = number
+        body += f'<tr><td colspan="4" class="quiet">{plural(hidden, "step")} more</td></tr>' if hidden else ""
+        body += (
+            f'<tr><th scope="row">step {row.step}</th><td class="number">{format_bytes(step_report.high(row))}</td>'
+            f'<td class="number">{format_bytes(row.reserved_bytes)}</td>'
+            f'<td class="number">{format_bytes(row.end_allocated_bytes)}</td></tr>'
+        )
+    return body
 
 
 def _frames(stack: Sequence[str]) -> str:

@@ -165,6 +165,20 @@ def test_wrong_usage(
     assert captured.out == ""
 
 
+def test_reports_lead_to_the_steps_that_are_at_fault(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A capture whose profile knows a leak is reported with it, and the next command shows it."""
+    monkeypatch.chdir(tmp_path)
+    for name, said, verb in (("leaking", "LEAKS", "steps"), ("training", "Steps", "tree")):
+        written(Path("a.oomp"), SAMPLES[name])
+        assert call(monkeypatch, "report", "a.oomp") == 0
+        text = capsys.readouterr().out
+        assert said in text
+        assert "rising" not in text
+        assert text.splitlines()[-1].strip() == f"oomproof {verb} a.oomp"
+
+
 def test_a_bare_profile_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -51,10 +51,11 @@ def shown(
     saved: str | None = None,
     larger_gpu: str | None = None,
     options: Sequence[str] = (),
+    faults: Sequence[tuple[str, str, str]] = (),
 ) -> str:
     """Return the report as text, without colour."""
     console = Console(width=width, record=True, file=io.StringIO(), color_system=None)
-    print_report(measurement, console, saved=saved, larger_gpu=larger_gpu, options=options)
+    print_report(measurement, console, saved=saved, larger_gpu=larger_gpu, options=options, faults=faults)
     return console.export_text()
 
 
@@ -500,10 +501,20 @@ Steps                      allocated   reserved
              step 10       10.00 GiB  11.00 GiB
              +5 more steps, none of them higher
              the first step peaks 4.00 GiB below the last
-             still rising at the last step: measure more steps
 """
         in text
     )
+    assert "rising" not in text, "the highest step was long before"
+
+
+def test_steps_that_rise_to_the_end() -> None:
+    """Where the last step is the highest more may come, unless a profile knows what it is."""
+    rising = fitting(per_step=tuple(step(i, i * GIB) for i in range(1, 5)))
+    assert "still rising at the last step: measure more steps\n" in shown(rising)
+    told = shown(rising, saved="a b.oomp", faults=[("LEAKS", "1.0 GiB more in each step are never freed", "red")])
+    assert "LEAKS: 1.0 GiB more in each step are never freed\n" in told
+    assert "rising" not in told
+    assert told.splitlines()[-1].strip() == "oomproof steps 'a b.oomp'"
 
 
 @pytest.mark.parametrize(
@@ -581,6 +592,17 @@ memory       the script caught the error and went on
     ("measurement", "options", "last_line"),
     [
         (fitting(), {}, "oomproof run -o FILE.oomp -- python train.py --batch 16"),
+        (
+            not_fitting(world=World(size=64, rank=3, local_world_size=8), ranks=()),
+            {"saved": None},
+            "oomproof run --gpu NAME --world-size 64 --rank 3 -- python train.py --batch 16",
+        ),
+        (
+            not_fitting(world=World(size=12, rank=0, local_world_size=4), ranks=()),
+            {"larger_gpu": "a10g"},
+            "oomproof run --gpu a10g --world-size 12 --gpus 4 -- python train.py --batch 16",
+        ),
+        (SEVERAL_RANKS, {}, "oomproof run --gpu NAME -- python train.py --batch 16"),
         (fitting(), {"saved": "a b.oomp"}, "oomproof tree 'a b.oomp'"),
         (not_fitting(), {"larger_gpu": "a10g"}, "oomproof run --gpu a10g -- python train.py --batch 16"),
         (RAISED, {"saved": "a b.oomp"}, "oomproof run -o FILE.oomp -- python train.py --batch 16"),

@@ -13,7 +13,8 @@ from oomproof.capture import read_capture, read_profile
 from oomproof.cli.run import larger_gpu
 from oomproof.errors import UsageError
 from oomproof.report.json_output import to_json_text
-from oomproof.report.source import from_elsewhere, load
+from oomproof.report.source import from_elsewhere, load, of_whole_steps
+from oomproof.report.steps import faults
 from oomproof.report.terminal import print_report
 from oomproof.units import format_bytes
 
@@ -40,8 +41,14 @@ def main(
     if json:
         sys.stdout.write(to_json_text(measured))
     else:
-        has_profile = read_profile(capture) is not None
-        print_report(measured, Console(), saved=str(capture) if has_profile else None, larger_gpu=larger_gpu(measured))
+        profile = read_profile(capture)
+        print_report(
+            measured,
+            Console(),
+            saved=None if profile is None else str(capture),
+            larger_gpu=larger_gpu(measured),
+            faults=[] if profile is None else faults(of_whole_steps(profile, measured)),
+        )
 
 
 def _write(capture: Path, output: Path) -> None:

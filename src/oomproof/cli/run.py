@@ -12,11 +12,14 @@ import typer
 from rich.console import Console
 
 from oomproof import api
+from oomproof.capture import read_profile
 from oomproof.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED, EXIT_FITS, EXIT_INTERRUPTED, OomproofError, UsageError
 from oomproof.gpus import GPUSpec, all_gpus, load_gpu_file
 from oomproof.measure.measurement import Measurement
 from oomproof.phantom.launch import nodes_wanted
 from oomproof.report.json_output import to_json_text
+from oomproof.report.source import of_whole_steps
+from oomproof.report.steps import faults
 from oomproof.report.terminal import print_report
 from oomproof.units import format_bytes, format_seconds
 
@@ -119,7 +122,15 @@ def main(
         options += [] if steps == "3" else ["--steps", steps]
         options += ["--until-stable"] if until_stable else []
         saved = str(output) if output is not None and failure is None else None
-        print_report(measured, Console(), saved=saved, larger_gpu=larger_gpu(measured), options=options)
+        profile = read_profile(saved) if saved is not None else None
+        print_report(
+            measured,
+            Console(),
+            saved=saved,
+            larger_gpu=larger_gpu(measured),
+            options=options,
+            faults=[] if profile is None else faults(of_whole_steps(profile, measured)),
+        )
     if failure is not None:
         raise failure
     if interrupted:

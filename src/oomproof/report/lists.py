@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from oomproof.measure.measurement import Rank, Step, ValueRead
-from oomproof.report.sections import Section, View, columns
+from oomproof.report.sections import Fault, Section, View, columns
 from oomproof.report.words import plural, span
 from oomproof.units import format_bytes
 
@@ -41,7 +41,7 @@ def steps(view: View) -> list[Section]:
         name = f"step {first.step}" if first is last else f"steps {first.step} to {last.step}"
         table.add_row(name, format_bytes(first.allocated_bytes), format_bytes(first.reserved_bytes))
     hidden = sum(len(run) for run in runs) - sum(len(run) for run in kept)
-    body: list[RenderableType] = [table, *more(hidden, "steps, none of them higher"), *_trend(per_step)]
+    body: list[RenderableType] = [table, *more(hidden, "steps, none of them higher"), *_trend(per_step, view.faults)]
     if view.measurement.ended in ("steps-reached", "stable"):
         body.append(Text("stopped there: evaluation and saving, if any, were not run", "dim"))
     return [("Steps", Group(*body))]
@@ -54,7 +54,8 @@ def _folded(runs: Sequence[tuple[Step, ...]]) -> list[tuple[Step, ...]]:
     return [runs[i] for i in sorted({0, 1, highest, len(runs) - 1})]
 
 
-def _trend(per_step: Sequence[Step]) -> list[Text]:
+def _trend(per_step: Sequence[Step], faults: Sequence[Fault]) -> list[Text]:
+    """Return how the first step differs from the last, and what a profile shows of all, else whether they rise."""
     if len(per_step) < 2:
         return []
     first, before, last = per_step[0], per_step[-2], per_step[-1]
@@ -63,7 +64,10 @@ def _trend(per_step: Sequence[Step]) -> list[Text]:
     if change:
         side = "below" if change > 0 else "above"
         lines.append(Text(f"the first step peaks {format_bytes(abs(change))} {side} the last"))
-    if len(per_step) > 2 and last.allocated_bytes - before.allocated_bytes > RISING * before.allocated_bytes:
+    lines += [Text(f"{name}: {detail}", colour) for name, detail, colour in faults]
+    highest = last.allocated_bytes >= max(step.allocated_bytes for step in per_step)
+    rising = highest and last.allocated_bytes - before.allocated_bytes > RISING * before.allocated_bytes
+    if len(per_step) > 2 and rising and not faults:
         lines.append(Text("still rising at the last step: measure more steps", "yellow"))
     return lines
 

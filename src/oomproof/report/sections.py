@@ -17,6 +17,8 @@ from oomproof.report.words import clean, exact, is_untouched, place, plural, sha
 from oomproof.units import format_bytes
 
 Section: TypeAlias = tuple[str, RenderableType]
+#: What the steps of a profile show that is wrong: its name in capitals, the sentence after it, the colour of both.
+Fault: TypeAlias = tuple[str, str, str]
 
 STACK_LINES = 5
 MESSAGE_CHARACTERS = 360  # PyTorch's message up to its advice on allocator settings
@@ -38,6 +40,7 @@ class View:
     width: int  # cells beside the section labels
     encoding: str
     glyphs: Glyphs
+    faults: tuple[Fault, ...] = ()
 
     def clean(self, text: str, *, limit: int | None = None) -> str:
         """Return text from a script or a file as the terminal can safely show it."""

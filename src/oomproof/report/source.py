@@ -12,6 +12,7 @@ from oomproof.errors import CaptureError
 from oomproof.gpus import all_gpus
 from oomproof.measure.measurement import Measurement
 from oomproof.measure.profile import CATEGORIES, Profile, StepRow
+from oomproof.report.words import world_options
 from oomproof.snapshot import trace
 from oomproof.snapshot.load import load as load_snapshot
 from oomproof.snapshot.profile import profile as profile_of
@@ -34,7 +35,8 @@ class Source:
         """Return the command that measures the same script once more, for ``gpu`` or the GPU it was measured for."""
         measured = self.measurement
         script = shlex.join(measured.command) if measured is not None and measured.command else "train.py"
-        return " ".join(("oomproof run -o FILE.oomp", *options, "--gpu", gpu or self._gpu_key(), "--", script))
+        world = world_options(measured) if measured is not None else []
+        return " ".join(("oomproof run -o FILE.oomp", *options, "--gpu", gpu or self._gpu_key(), *world, "--", script))
 
     def _gpu_key(self) -> str:
         measured = self.measurement
@@ -72,12 +74,13 @@ def of_whole_steps(profile: Profile, measured: Measurement) -> Profile:
     """
     last = measured.steps
     counted = {step.step: step.allocated_bytes for step in measured.per_step}
-    freed_later = {"freed_step": None, "freed_phase": None}
     return profile._replace(
         points=tuple(p._replace(step=None) if (p.step or 0) > last else p for p in profile.points),
         steps=tuple(_as_counted(row, counted.get(row.step)) for row in profile.steps if row.step <= last),
         segments=tuple(s._replace(step=None) if (s.step or 0) > last else s for s in profile.segments),
-        blocks=tuple(b._replace(**freed_later) if (b.freed_step or 0) > last else b for b in profile.blocks),
+        blocks=tuple(
+            b._replace(freed_step=None, freed_phase=None) if (b.freed_step or 0) > last else b for b in profile.blocks
+        ),
     )
 
 

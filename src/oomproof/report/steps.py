@@ -137,6 +137,12 @@ def verdicts(found: Findings) -> list[tuple[str, str, str]]:
     return [_verdict(state, found) for state in found.states]
 
 
+def faults(profile: Profile) -> list[tuple[str, str, str]]:
+    """Return the findings that are faults, as ``verdicts`` does; none where all is well or too little is known."""
+    found = examine(profile)
+    return verdicts(found) if {"leaks", "fragments", "varies"} & set(found.states) else []
+
+
 def _verdict(state: str, found: Findings) -> tuple[str, str, str]:
     if state == "no-steps":
         return "NO STEPS", "no step is known here, so nothing can be said of growth", "yellow"

@@ -13,7 +13,7 @@ from rich.text import Text
 from oomproof.measure.measurement import Measurement
 from oomproof.report import lists, sections
 from oomproof.report.bars import glyphs_for
-from oomproof.report.sections import Section, View
+from oomproof.report.sections import Fault, Section, View
 from oomproof.report.verdict import headline
 from oomproof.report.words import is_untouched, next_command, plural
 
@@ -31,11 +31,13 @@ class Report:
         saved: str | None = None,
         larger_gpu: str | None = None,
         options: Sequence[str] = (),
+        faults: Sequence[Fault] = (),
     ) -> None:
         self.measurement = measurement
         self.saved = saved
         self.larger_gpu = larger_gpu
         self.options = options
+        self.faults = faults
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the verdict, the sections that have something to say, and the next command."""
@@ -45,8 +47,15 @@ class Report:
             width=max(24, width - LABEL_WIDTH - 2),
             encoding=options.encoding,
             glyphs=glyphs_for(options.encoding),
+            faults=tuple(self.faults),
         )
-        after = next_command(self.measurement, saved=self.saved, larger_gpu=self.larger_gpu, options=self.options)
+        after = next_command(
+            self.measurement,
+            saved=self.saved,
+            larger_gpu=self.larger_gpu,
+            options=self.options,
+            at_fault=bool(self.faults),
+        )
         blocks = Group(*self._blocks(view), Text(f"\nNext: {after.reason}:", "dim"))
         for line in console.render_lines(blocks, options.update(width=width), pad=False):
             yield from stripped(line)
@@ -114,13 +123,15 @@ def render(
     saved: str | None = None,
     larger_gpu: str | None = None,
     options: Sequence[str] = (),
+    faults: Sequence[Fault] = (),
 ) -> Report:
     """Return the report as a rich renderable.
 
     ``saved`` is the capture that the measurement is in already, so that the last line leads on from there.
     ``larger_gpu`` names the catalogue's GPU to try when this one is too small, ``options`` are those of the run.
+    ``faults`` are what the profile's steps show, as ``oomproof.report.steps.faults`` gives them.
     """
-    return Report(measurement, saved=saved, larger_gpu=larger_gpu, options=options)
+    return Report(measurement, saved=saved, larger_gpu=larger_gpu, options=options, faults=faults)
 
 
 def print_report(
@@ -130,7 +141,8 @@ def print_report(
     saved: str | None = None,
     larger_gpu: str | None = None,
     options: Sequence[str] = (),
+    faults: Sequence[Fault] = (),
 ) -> None:
     """Print the report on ``console``, or on standard output."""
-    report = render(measurement, saved=saved, larger_gpu=larger_gpu, options=options)
+    report = render(measurement, saved=saved, larger_gpu=larger_gpu, options=options, faults=faults)
     (console or Console()).print(report, crop=False)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from oomproof.measure.measurement import Measurement, Phase
 from oomproof.units import format_bytes
 
+GPUS_PER_MACHINE = 8  # that a run takes for a world when nothing says otherwise, if they divide it
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextCommand:
@@ -73,12 +75,19 @@ def is_untouched(measurement: Measurement) -> bool:
 
 
 def next_command(
-    measurement: Measurement, *, saved: str | None, larger_gpu: str | None, options: Sequence[str] = ()
+    measurement: Measurement,
+    *,
+    saved: str | None,
+    larger_gpu: str | None,
+    options: Sequence[str] = (),
+    at_fault: bool = False,
 ) -> NextCommand:
     """Return what to type after this report; ``saved`` is the capture that it is in already, with a profile.
 
-    ``options`` are those of the run that was measured; the next one keeps them but for the GPU it changes.
+    ``options`` are those of the run that was measured; the next one keeps them but for the GPU it changes. Where they
+    are not known, it keeps the world at least. ``at_fault`` says that the steps leak, fragment or vary.
     """
+    options = options or world_options(measurement)
     kept = shlex.join(options)
     others = shlex.join(_without(options, "--gpu", "--gpu-file", "--memory"))
     if is_untouched(measurement) and measurement.ended not in ("raised", "exited", "interrupted"):
@@ -108,12 +117,28 @@ def next_command(
             reason="see what it takes with the largest counts",
             command=_run(measurement, "--unknown-counts many", others),
         )
+    if saved is not None and at_fault:
+        return NextCommand(reason="see what the steps show", command=f"oomproof steps {shlex.quote(saved)}")
     if saved is not None:
         return NextCommand(reason="see what the peak consists of", command=f"oomproof tree {shlex.quote(saved)}")
     if measurement.verdict == "does-not-fit":
         reason = "see whether it fits a larger GPU (oomproof gpus lists them)"
         return NextCommand(reason=reason, command=_run(measurement, "--gpu NAME", others))
     return NextCommand(reason="keep this measurement in a file", command=_run(measurement, "-o FILE.oomp", kept))
+
+
+def world_options(measurement: Measurement) -> list[str]:
+    """Return the options that make the measured rank's world anew; none where the command started all ranks itself."""
+    world = measurement.world
+    if world.size <= 1 or len(measurement.ranks) >= world.size:
+        return []
+    options = ["--world-size", str(world.size)]
+    usual = next(count for count in range(GPUS_PER_MACHINE, 0, -1) if world.size % count == 0)
+    if world.local_world_size != usual:
+        options += ["--gpus", str(world.local_world_size)]
+    if len(measurement.ranks) > 1:
+        return [*options, "--ranks", ",".join(str(rank.rank) for rank in measurement.ranks)]
+    return [*options, "--rank", str(world.rank)] if world.rank else options
 
 
 def _without(options: Sequence[str], *names: str) -> list[str]:

@@ -45,11 +45,9 @@ def verdict(source: Source) -> str:
 
 def warning(source: Source) -> str:
     """Return what the steps show when it is a fault, to stand right below the verdict; "" when they show none."""
-    found = step_report.examine(source.profile)
-    faults = step_report.verdicts(found) if {"leaks", "fragments", "varies"} & set(found.states) else []
     return "".join(
         f'<p class="finding {TONES[colour]}"><b>{name}</b> {text(detail)}. <a href="#steps">More</a></p>'
-        for name, detail, colour in faults
+        for name, detail, colour in step_report.faults(source.profile)
     )
 
 

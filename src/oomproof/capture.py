@@ -240,6 +240,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         os.replace(temporary, target)
         _sync_folder(target.parent)
     except FileNotFoundError:
+        if target.parent.is_dir():  # such as /proc
+            raise UsageError(
+                f"{path} cannot be written: {target.parent} takes no files; choose another place"
+            ) from None
         raise UsageError(f"{path} cannot be written: there is no folder {target.parent}; create it first") from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -53,6 +53,25 @@ def test_changes_add_up(profile: Profile) -> None:
     assert sum(change.bytes for change in found.lines) == blocks
 
 
+def test_files_of_different_kinds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A capture beside a memory snapshot is compared with a note, two of a kind without one."""
+    run, other = written(tmp_path / "a.oomp", training()), written(tmp_path / "b.oomp", SAMPLES["snapshot"])
+    for files, said in (
+        ((run, other), "a capture, then a recording"),
+        ((other, run), "own, then a capture"),
+        ((run, run), ""),
+        ((other, other), ""),
+    ):
+        call(monkeypatch, "diff", *files)
+        text = " ".join(capsys.readouterr().out.split())
+        assert ("of different kinds" in text) is bool(said)
+        assert said in text
+        call(monkeypatch, "diff", *files, "--json")
+        assert bool(json.loads(capsys.readouterr().out)["notes"]) is bool(said)
+
+
 def test_layers_are_told_together() -> None:
     """More layers are one change, not one for each."""
     names = [change.name for change in compare(training(layers=4), training(layers=12)).modules]

@@ -10,7 +10,7 @@ import pytest
 from profile_samples import every, measured, training, written
 
 from oomproof.capture import write_capture
-from oomproof.errors import CaptureError
+from oomproof.errors import CaptureError, UsageError
 from oomproof.measure.profile import Profile
 from oomproof.report.curve import allocated
 from oomproof.report.export.files import export
@@ -102,3 +102,25 @@ def test_memory_viz_without_a_snapshot(tmp_path: Path, snapshot: bytes | None) -
         export(tmp_path / "a.oomp", memory_viz=tmp_path / "a.pickle", speedscope=tmp_path / "a.json")
     assert not (tmp_path / "a.pickle").exists()
     assert not (tmp_path / "a.json").exists()
+
+
+def test_no_export_overwrites_another(tmp_path: Path) -> None:
+    """Two exports to one place, or one onto the capture, are refused before anything is written."""
+    file = written(tmp_path / "a.oomp")
+    before = file.read_bytes()
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(UsageError, match="named twice"):
+        export(file, speedscope=tmp_path / "x.json", perfetto=tmp_path / "link" / "x.json")
+    with pytest.raises(UsageError, match="is the file to export"):
+        export(file, speedscope=file)
+    assert {path.name for path in tmp_path.iterdir()} == {"a.oomp", "link"}
+    assert file.read_bytes() == before
+    export(file, speedscope=tmp_path / "x.json")
+    export(file, speedscope=tmp_path / "x.json")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+def test_a_folder_that_takes_no_files(tmp_path: Path) -> None:
+    """A folder that is there is not said to be missing."""
+    with pytest.raises(UsageError, match="/proc takes no files; choose another place"):
+        export(written(tmp_path / "a.oomp"), speedscope=Path("/proc/x.json"))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import pickle
 import sys
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from measurement_samples import fitting
@@ -131,6 +133,60 @@ def test_files_without_a_profile(
         assert captured.err.startswith("oomproof: FILE has no ")
         assert "oomproof run" in captured.err
         assert not Path("OUT").exists()
+
+
+def _without(data: dict[str, Any], *path: Any) -> dict[str, Any]:
+    """Return a copy of ``data`` with null where ``path`` leads."""
+    copy = json.loads(json.dumps(data))
+    inside = copy
+    for key in path[:-1]:
+        inside = inside[key]
+    inside[path[-1]] = None
+    return dict(copy)
+
+
+PROFILE = SAMPLES["leaking"].to_json()
+SIZE = PROFILE["columns"]["blocks"].index("size_bytes")
+
+
+@pytest.mark.parametrize(
+    ("member", "said"),
+    [
+        (None, "has no schema"),
+        ([], "has no schema"),
+        (PROFILE | {"schema": None}, "has no schema"),
+        (PROFILE | {"schema": "oomproof.profile/2"}, "use the oomproof that wrote the file"),
+        ({"schema": PROFILE["schema"]}, "is damaged, in stacks"),
+        *((_without(PROFILE, name), f"is damaged, in {name}") for name in ("points", "notes", "steps", "growth")),
+        *((_without(PROFILE, name), f"is damaged, in {name}") for name in ("allocated_bytes", "source", "events")),
+        (_without(PROFILE, "blocks", 0), "is damaged, in blocks"),
+        (_without(PROFILE, "blocks", 0, SIZE), "is damaged, in blocks"),
+        (_without(PROFILE, "frames"), "is damaged, in stacks"),
+        (_without(PROFILE, "columns"), "is damaged, in blocks"),
+        (_without(PROFILE, "steps", 0, 0), "is damaged, in steps"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["tree", "report"])
+def test_malformed_profiles(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    member: object,
+    said: str,
+    verb: str,
+) -> None:
+    """What is wrong with a profile is said in words, with the cure, and never in Python's."""
+    file = tmp_path / "a.oomp"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("measurement.json", to_json_text(fitting()))
+        archive.writestr("profile.json", json.dumps(member))
+    assert call(monkeypatch, verb, file) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"oomproof: {file}: its profile")
+    assert said in captured.err
+    assert "NoneType" not in captured.err
+    assert len(captured.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -358,6 +358,17 @@ def test_binary_junk() -> None:
     assert of(junk + b"\n" + FULL.encode() + b"\n" + junk).kind == "device-full"
 
 
+@pytest.mark.parametrize("content", [b"", b" \n\n", bytes(range(256)) * 64, b"\x7fELF" + bytes(5000)])
+def test_what_has_no_log_text(content: bytes) -> None:
+    """Of a file without text nothing is said with confidence."""
+    result = of(content)
+    assert (result.kind, result.confidence) == ("not-oom", "low")
+    assert "no log text" in result.why
+    assert result.advice
+    assert of("epoch 1, loss 2.0: 73%|\u2588\u2588\u2588   |\n").confidence == "high"
+    assert of("Schr\xf6dinger l\xe4uft\n".encode("latin-1")).confidence == "high"
+
+
 @pytest.mark.parametrize("shift", [0, 1, 100, 400, 700, 2000])
 def test_one_endless_line(shift: int) -> None:
     """A message within a line of megabytes is found wherever the line is cut, and counted once."""

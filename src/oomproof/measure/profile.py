@@ -128,24 +128,48 @@ class Profile(NamedTuple):
     @classmethod
     def from_json(cls, data: object) -> Profile:
         """Build a Profile from parsed JSON. Raises CaptureError for another schema or what is malformed."""
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            raise CaptureError(f"this is no profile of the schema {SCHEMA!r}; write the capture anew")
+        schema = data.get("schema") if isinstance(data, dict) else None
+        if not isinstance(data, dict) or not isinstance(schema, str):
+            raise CaptureError("its profile has no schema; the file is damaged, write the capture anew")
+        if schema != SCHEMA:
+            raise CaptureError(
+                f"its profile's schema {schema[:40]!r} cannot be read, only {SCHEMA!r}; "
+                "use the oomproof that wrote the file"
+            )
+        part = "stacks"
         try:
             frames = data["frames"]
             stacks = [tuple(str(frames[i]) for i in stack) for stack in data["stacks"]]
-            values = {name: data[name] for name in cls._fields}
+            values: dict[str, Any] = {}
+            for part in cls._fields:
+                values[part] = data[part] if part in _ROWS or part == "notes" else _single(part, data[part])
             for name, kind in _ROWS.items():
+                part = name
                 order = [data["columns"][name].index(field) for field in kind._fields]
                 values[name] = tuple(_row(kind, [row[i] for i in order], stacks) for row in values[name])
+            part = "notes"
             values["notes"] = tuple(map(str, values["notes"]))
             return cls(**values)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise CaptureError(f"the profile is damaged ({error}); write the capture anew") from None
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+            raise CaptureError(f"its profile is damaged, in {part}; write the capture anew") from None
 
 
 _ROWS: dict[str, Any] = {"blocks": Block, "points": Point, "steps": StepRow, "growth": Growth, "segments": Segments}
 _TEXTS = frozenset(("category", "phase", "module", "name", "dtype", "freed_phase"))
 _LISTS = frozenset(("shape", "category_bytes"))
+
+
+_OPTIONAL = frozenset(
+    ("step", "phase", "module", "name", "shape", "dtype", "freed", "freed_step", "freed_phase", "time_us")
+)
+
+
+def _single(name: str, value: Any) -> Any:
+    if name == "source":
+        if not isinstance(value, str):
+            raise ValueError(name)
+        return value
+    return None if name == "limit_bytes" and value is None else _whole(value)
 
 
 def _row(kind: Any, row: Sequence[Any], stacks: Sequence[Stack]) -> Any:
@@ -156,7 +180,8 @@ def _row(kind: Any, row: Sequence[Any], stacks: Sequence[Stack]) -> Any:
                 raise ValueError("a stack's number")
             values[name] = stacks[value]
         elif value is None:
-            continue
+            if name not in _OPTIONAL or kind is StepRow:
+                raise ValueError(name)
         elif name in _TEXTS:
             if not isinstance(value, str):
                 raise ValueError(name)

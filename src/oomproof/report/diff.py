@@ -20,6 +20,10 @@ from oomproof.report.words import NextCommand
 from oomproof.units import format_bytes
 
 ROWS = 8
+MIXED = (
+    "the two files are of different kinds, {}: their categories and modules are found in different ways, so that only "
+    "the totals compare"
+)
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _LINE = re.compile(r"(.*):(\d+) (.*)", re.DOTALL)
 
@@ -47,6 +51,7 @@ class Difference:
     categories: tuple[Change, ...]
     modules: tuple[Change, ...]
     lines: tuple[Change, ...]
+    notes: tuple[str, ...] = ()
 
     def grew(self, allowed_bytes: int) -> bool:
         """Return whether either peak grew by more than that."""
@@ -63,7 +68,13 @@ def compare(before: Profile, after: Profile) -> Difference:
         categories=_changes(old, new),
         modules=_changes(_sums(before, _layers), _sums(after, _layers)),
         lines=_changes(_sums(before, name_of), _sums(after, name_of)),
+        notes=() if before.source == after.source else (MIXED.format(_kinds(before.source)),),
     )
+
+
+def _kinds(first: str) -> str:
+    kinds = ["a capture", "a recording of PyTorch's own"]
+    return ", then ".join(kinds if first == "run" else reversed(kinds))
 
 
 def _layers(block: Block) -> str:
@@ -113,6 +124,8 @@ def body(found: Difference, allowed_bytes: int) -> Body:
 
     def lines(sheet: Sheet) -> Iterator[Text]:
         yield _verdict(found, allowed_bytes)
+        for note in found.notes:
+            yield Text(f"note: {note}", "yellow")
         yield Text()
         yield Text(f"{'':15}{'before':>12}{'after':>12}{'change':>14}", "dim", no_wrap=True)
         for peak in (found.allocated, found.reserved):
@@ -192,6 +205,7 @@ def to_json_text(found: Difference, allowed_bytes: int) -> str:
         "categories": rows(found.categories),
         "modules": rows(found.modules),
         "lines": rows(found.lines),
+        "notes": list(found.notes),
     }
     return json.dumps(data, indent=2) + "\n"
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from oomproof.triage.figures import Figures
 from oomproof.triage.kinds import NOTABLE_OUTSIDE_BYTES
-from oomproof.triage.result import Triage
+from oomproof.triage.result import NO_TEXT, Triage
 from oomproof.triage.signatures import Kind
 from oomproof.units import MIB, format_bytes
 
@@ -298,6 +298,8 @@ def _not_oom(result: Triage, signature: str, context: str) -> Iterator[str]:
     if result.survived:
         many = f"{result.survived} out-of-memory messages" if result.survived > 1 else "one out-of-memory message"
         yield f"the script went on from {many}: batch-size finders and retries do"
+    if result.why == NO_TEXT:
+        yield "give what the run printed to standard output and standard error"
     if "lost its peer" in result.why:
         yield "give the log of the rank that ended first"
 

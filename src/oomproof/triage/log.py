@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
@@ -11,7 +12,7 @@ from oomproof.triage.advice import advise
 from oomproof.triage.events import Event, Reader
 from oomproof.triage.kinds import Finding, classify, judge
 from oomproof.triage.lines import Line, read_lines
-from oomproof.triage.result import Evidence, Triage
+from oomproof.triage.result import NO_TEXT, Evidence, Triage
 from oomproof.triage.settings import Settings
 from oomproof.triage.signatures import Confidence
 
@@ -24,8 +25,12 @@ HEAD_BYTES = 2**20
 NEAR_LINES = 60
 LAST_LINES = 12
 MAX_EVENTS = 500
+#: A log has more characters of text than so many times those that are none; any binary file has fewer.
+MOST_OTHERS = 3
 MAX_RANKS = 4096
 MAX_EVIDENCE_TEXT = 600
+
+_NO_TEXT = re.compile("[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f-\x9f\ufffd]")
 
 #: Every line that matters has one of them, in lower case. Progress lines must not, or large logs become slow: so it is
 #: not "memory" and "error", which many print in each step.
@@ -78,6 +83,7 @@ class LogReader:
         self._looked_at = 0
         self._near = 0
         self._newest: tuple[Event, int] | None = None  # and the last line of its message so far
+        self._text_characters = self._other_characters = 0
         self._last: deque[str] = deque(maxlen=LAST_LINES)
 
     def interesting(self, stretch: bytes) -> bool:
@@ -90,6 +96,10 @@ class LogReader:
     def take(self, line: Line) -> None:
         """Take the next line."""
         self._last.append(line.text[:400])
+        if self._looked_at <= HEAD_BYTES:
+            others = len(_NO_TEXT.findall(line.text))
+            self._other_characters += others
+            self._text_characters += len(line.text.strip()) - others
         low = line.text.lower()
         if any(word in low for word in _WORDS) or low.endswith("error"):
             self._near = NEAR_LINES
@@ -257,13 +267,19 @@ class LogReader:
         )
         return replace(result, advice=advise(result, finding.signature, chosen.context))
 
+    def _has_text(self) -> bool:
+        """Return whether what was read is a log at all, by its characters at the start."""
+        return self._ooms > 0 or self._text_characters > MOST_OTHERS * self._other_characters
+
     def _not_oom(self) -> Triage:
         errors = self._cluster.of("error") or self._cluster.of("fall-out")
         survived = self._survived + self._cluster.ooms
         confidence: Confidence = "high"
         if not errors:
             why = "the log has no out-of-memory"
-            if self._ooms:
+            if not self._has_text():
+                why, confidence = NO_TEXT, "low"
+            elif self._ooms:
                 why, confidence = "the script went on from each, and no error ended it", "medium"
             evidence: tuple[Evidence, ...] = ()
         else:

@@ -10,6 +10,7 @@ from oomproof.triage.settings import Settings
 from oomproof.triage.signatures import Confidence, Kind
 
 SCHEMA = "oomproof.triage/1"
+NO_TEXT = "there is no log text in it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from oomproof.capture import copy_snapshot, replacing
-from oomproof.errors import CaptureError
+from oomproof.errors import CaptureError, UsageError
 from oomproof.report.export.perfetto import to_perfetto
 from oomproof.report.export.speedscope import to_speedscope
 from oomproof.report.source import is_snapshot, load
@@ -17,8 +19,10 @@ def export(
 ) -> list[tuple[Path, str]]:
     """Write the files asked for, and return each with where it opens.
 
-    Raises CaptureError when the capture has no snapshot for ``memory_viz``; nothing is written then.
+    Raises CaptureError when the capture has no snapshot for ``memory_viz``, UsageError when two of the files are one;
+    nothing is written then.
     """
+    _check_apart(path, [target for target in (speedscope, perfetto, memory_viz) if target is not None])
     written = []
     if memory_viz is not None and is_snapshot(path):
         raise CaptureError(f"{path} is a memory snapshot already; open it in https://docs.pytorch.org/memory_viz")
@@ -38,6 +42,16 @@ def export(
         _write(perfetto, to_perfetto(source))
         written.append((perfetto, "https://ui.perfetto.dev"))
     return written
+
+
+def _check_apart(path: Path, targets: Sequence[Path]) -> None:
+    """Refuse to write one file over another."""
+    places = [os.path.realpath(place) for place in (path, *targets)]
+    if places[0] in places[1:]:
+        raise UsageError(f"{path} is the file to export, and would be overwritten; name another")
+    for number, target in enumerate(targets, start=1):
+        if places[number] in places[1:number]:
+            raise UsageError(f"{target} is named twice; give each export a file of its own")
 
 
 def _write(path: Path, data: object) -> None:

@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def segment_events(name: str) -> list[tuple[str, int, int]]:
     return [(e["action"], e["addr"], e["size"]) for e in traces[0] if e["action"] in wanted]
 
 
-def replay(events: list[tuple[str, int, int]], folder: Path, *, rising: bool = False) -> list[int]:
+def replay(events: Sequence[tuple[str | int, ...]], folder: Path, *, rising: bool = False) -> list[int]:
     """Return the addresses that the device library gives for the same calls, one for each allocation.
 
     In a process of its own, since a process describes its GPUs once.
@@ -133,3 +134,39 @@ def test_the_rule_on_linux(tmp_path: Path, calls: tuple[int, ...], expected: lis
 def test_the_rule_on_wsl(tmp_path: Path) -> None:
     """Addresses rise without gaps, and the lowest gap is used first."""
     assert offsets(tmp_path, 20, 2, 40, -1, 10, 10, 10, rising=True) == [0, 20, 22, 0, 10, 62]
+
+
+PLACED = {
+    "in the arena": ([(64, -128), 32, 32], [-128, -160, -192]),  # not at 0, though there is room: see new_chunk
+    "above it": ([(64, 64), 32], [64, 0]),
+    "in two": ([(32, -128), (32, -64), 32], [-128, -64, -160]),
+    "not on a chunk's boundary": ([(2, -30), 32], [-30, -64]),
+    "twice": ([(20, -64), (20, -50)], [-64, -96]),
+    "on what has its usual place": ([20, (20, 0)], [0, -32]),
+    "next to it": ([(20, -64), (20, -44), (20, -84)], [-64, -44, -84]),
+}
+
+
+@pytest.mark.parametrize("case", PLACED)
+def test_no_address_is_given_twice(tmp_path: Path, case: str) -> None:
+    """Where a replay places segments inside the arena, the usual places stay clear of them, and they of each other.
+
+    The recorded addresses are those of another process, so where they lie to the arena of this one is chance.
+    Calls are sizes in MiB, with the distance from the first segment (freed again) where a place is asked for.
+    """
+    calls, expected = PLACED[case]
+    events: list[tuple[str | int, ...]] = [("segment_alloc", 0, 32 << 20), ("segment_free", 0, 0)]
+    for number, call in enumerate(calls, 1):
+        size, *distance = (call,) if isinstance(call, int) else call
+        events.append(("segment_alloc", number, size << 20, *(d * (1 << 20) for d in distance)))
+    first, *given = replay(events, tmp_path)
+    assert [(address - first) >> 20 for address in given] == expected
+
+
+def test_usual_places_among_placed_ones(tmp_path: Path) -> None:
+    """With the lowest gap first (WSL2), a segment goes above a placed one where the gap below is too small for it."""
+    mib = 1 << 20
+    events: list[tuple[str | int, ...]] = [("segment_alloc", 0, 2 * mib), ("segment_free", 0, 0)]
+    events += [("segment_alloc", 1, 20 * mib, 10 * mib), ("segment_alloc", 2, 20 * mib), ("segment_alloc", 3, 8 * mib)]
+    first, *given = replay(events, tmp_path, rising=True)
+    assert [(address - first) // mib for address in given] == [10, 30, 0]

@@ -1,5 +1,7 @@
 """Give segments to the device library and take them back as a recorded run did, and print their addresses.
 
+An event may say how far from the first segment its own has to lie, as the replay of a snapshot does.
+
 Runs in the tested interpreter, which may have neither pytest nor what oomproof needs.
 """
 
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from oomproof.phantom import standins
-from oomproof.phantom.device import Device
+from oomproof.phantom.device import USUAL_PLACE, Device
 
 
 def replay(job: dict[str, Any]) -> list[int]:
@@ -21,7 +23,8 @@ def replay(job: dict[str, Any]) -> list[int]:
     library.oom_alloc.restype = ctypes.c_void_p
     library.oom_alloc.argtypes = (ctypes.c_int, ctypes.c_size_t)
     library.oom_free.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    Device(library).configure(
+    device = Device(library)
+    device.configure(
         [job["gpu"]],
         state_path=None,
         unlimited=True,
@@ -30,8 +33,12 @@ def replay(job: dict[str, Any]) -> list[int]:
         driver_version=int(str(manifest["cuda_version"])),
     )
     ours: dict[int, int] = {}
-    given = []
-    for action, address, size in job["events"]:
+    given: list[int] = []
+    wanted: list[int] = []
+    if any(len(event) > 3 for event in job["events"]):
+        device.on_place(lambda size: given[0] + wanted[0] if wanted else USUAL_PLACE, lambda address: None)
+    for action, address, size, *distance in job["events"]:
+        wanted[:] = distance
         if action == "segment_alloc":
             ours[address] = library.oom_alloc(0, size)
             given.append(ours[address])

@@ -32,10 +32,20 @@ struct chunk {
     struct segment *segments;
 };
 
+/* A replay of a recorded run says itself where segments lie. Nothing is there: they can be counted, not touched. The
+ * recorded addresses are another process's, so they may well lie inside this one's arena. */
+struct elsewhere {
+    struct elsewhere *next; /* falling addresses */
+    char *start;
+    size_t size, asked;
+    int physical;
+};
+
 static char *arena, *arena_end;
 int oom_arena_writable;
 static struct chunk *chunks;
 static uint64_t chunks_made;
+static struct elsewhere *placed_elsewhere;
 
 static int ensure_arena(void) {
     if (arena) return 0;
@@ -88,21 +98,47 @@ static struct segment *place_in_hole(int physical, size_t size, size_t asked) {
     return best_link ? put(best_link, best_start, size, asked) : NULL;
 }
 
-/* A new chunk at the highest (or, rising, the lowest) gap between chunks that fits. */
-static struct chunk *new_chunk(int physical, size_t size) {
-    struct chunk **where = NULL;
-    char *start = NULL, *upper = arena_end;
-    for (struct chunk **link = &chunks;; link = &(*link)->next) {
-        char *lower = *link ? (*link)->start + (*link)->size : arena;
-        if ((size_t)(upper - lower) >= size) {
-            where = link;
-            start = oom_rising ? lower : upper - size;
-            if (!oom_rising) break;
+static size_t room(const char *lower, const char *upper) { return upper > lower ? (size_t)(upper - lower) : 0; }
+
+/* The highest (or, rising, the lowest) gap below `upper` that fits, between chunks and what a replay placed. */
+static char *find_gap(char *upper, size_t size, struct chunk ***where) {
+    char *start = NULL;
+    struct chunk **link = &chunks;
+    const struct elsewhere *other = placed_elsewhere;
+    size_t step = oom_rising ? PAGE_GRANULARITY : CHUNK;
+    for (;;) {
+        char *lower = arena, *next = arena;
+        int at_chunk = *link && (!other || (*link)->start >= other->start);
+        if (at_chunk) {
+            lower = (*link)->start + (*link)->size;
+            next = (*link)->start;
+        } else if (other) {
+            lower = (char *)oom_round_up((size_t)(other->start + other->size), step);
+            next = (char *)((size_t)other->start / step * step);
         }
-        if (!*link) break;
-        upper = (*link)->start;
+        if (lower < arena) lower = arena;
+        if (room(lower, upper) >= size) {
+            *where = link;
+            start = oom_rising ? lower : upper - size;
+            if (!oom_rising) return start;
+        }
+        if (at_chunk) link = &(*link)->next;
+        else if (other) other = other->next;
+        else return start;
+        if (next < upper) upper = next;
     }
-    struct chunk *made = where ? malloc(sizeof *made) : NULL;
+}
+
+/* Below all that a replay placed, if there is room: above and below it would otherwise depend on where Linux put the
+ * arena this time, and PyTorch prefers low addresses. */
+static struct chunk *new_chunk(int physical, size_t size) {
+    char *upper = arena_end;
+    for (const struct elsewhere *other = placed_elsewhere; other && other->start > arena; other = other->next)
+        if (other->start < upper) upper = (char *)((size_t)other->start / CHUNK * CHUNK);
+    struct chunk **where = NULL;
+    char *start = find_gap(upper, size, &where);
+    if (!start) start = find_gap(arena_end, size, &where);
+    struct chunk *made = start ? malloc(sizeof *made) : NULL;
     if (!made) return NULL;
     *made = (struct chunk){*where, start, size, physical, ++chunks_made, NULL};
     *where = made;
@@ -151,15 +187,6 @@ static void unplace(struct chunk *chunk, struct segment *segment) {
     free(chunk);
 }
 
-/* A replay of a recorded run says itself where segments lie. Nothing is there: they can be counted, not touched. */
-struct elsewhere {
-    struct elsewhere *next;
-    char *start;
-    size_t size, asked;
-    int physical;
-};
-
-static struct elsewhere *placed_elsewhere;
 static void *(*on_place)(size_t size);
 static void (*on_take_back)(void *pointer);
 
@@ -168,11 +195,17 @@ void oom_on_place(void *(*place)(size_t size), void (*take_back)(void *pointer))
     on_take_back = take_back;
 }
 
-static int put_elsewhere(int physical, void *pointer, size_t taken, size_t asked) {
+/* Returns -1 where something lies already: a record that contradicts itself gets no address twice. */
+static int put_elsewhere(int physical, char *start, size_t taken, size_t asked) {
+    for (const struct chunk *chunk = chunks; chunk; chunk = chunk->next)
+        if (room(start, chunk->start + chunk->size) && room(chunk->start, start + taken)) return -1;
+    struct elsewhere **link = &placed_elsewhere;
+    while (*link && (*link)->start >= start + taken) link = &(*link)->next;
+    if (*link && (*link)->start + (*link)->size > start) return -1;
     struct elsewhere *made = malloc(sizeof *made);
     if (!made) return -1;
-    *made = (struct elsewhere){placed_elsewhere, pointer, taken, asked, physical};
-    placed_elsewhere = made;
+    *made = (struct elsewhere){*link, start, taken, asked, physical};
+    *link = made;
     return 0;
 }
 
@@ -198,8 +231,8 @@ void *oom_alloc(int device, size_t size) {
     pthread_mutex_lock(&oom_lock);
     oom_ensure_context_locked(physical);
     if (taken >= size && oom_charge_locked(physical, taken) == 0) {
-        if (asked_for == OOM_USUAL_PLACE) pointer = place(physical, size);
-        else if (put_elsewhere(physical, asked_for, taken, size) == 0) pointer = asked_for;
+        int usual = asked_for == OOM_USUAL_PLACE || put_elsewhere(physical, asked_for, taken, size) != 0;
+        pointer = usual ? place(physical, size) : asked_for;
         if (!pointer) oom_discharge_locked(physical, taken);
     }
     pthread_mutex_unlock(&oom_lock);

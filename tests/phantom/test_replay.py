@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -363,11 +364,9 @@ def test_an_interpreter_that_cannot_be_used(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps({"segments": [segment], "device_traces": [[call]]}))
     with pytest.raises(oomproof.errors.UsageError, match="no interpreter"):
         replay(snapshot.load(path), python=str(tmp_path / "none"))
-    bare = tmp_path / "bare"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without its packages
-    bare.chmod(0o755)
+    venv.create(tmp_path / "bare", symlinks=True)  # -S would do without oomproof's sitecustomize too
     with pytest.raises(oomproof.errors.EnvironmentMissingError, match="needs a CUDA build of torch"):
-        replay(snapshot.load(path), python=str(bare))
+        replay(snapshot.load(path), python=str(tmp_path / "bare" / "bin" / "python"))
 
 
 def test_a_trace_that_contradicts_itself(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:

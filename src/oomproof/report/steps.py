@@ -22,6 +22,7 @@ FEW = 3  # steps that a trend needs
 FRAGMENTS = 0.02  # of reserved: less growth than that is the allocator's choice, too
 SEGMENT_BYTES = 20 * MIB  # kLargeBuffer of the caching allocator: what blocks of 1 to 10 MiB are cut from
 NOISE = 0.01  # of the peak: a smaller change between steps is the allocator's choice of blocks
+SPREAD = 0.02  # of the peak: blocks that are not split hold up to 1 MiB more than was asked for
 TRIFLE = 0.001  # of the peak
 ROWS = 6
 PLACES = 6
@@ -109,7 +110,7 @@ def _spread(later: Sequence[StepRow]) -> tuple[StepRow, StepRow] | None:
     if len(later) < 2:
         return None
     lowest, highest = min(later, key=high), max(later, key=high)
-    return (lowest, highest) if high(highest) - high(lowest) > NOISE * high(highest) else None
+    return (lowest, highest) if high(highest) - high(lowest) > SPREAD * high(highest) else None
 
 
 def _changes(first: StepRow, last: StepRow) -> tuple[tuple[str, int], ...]:

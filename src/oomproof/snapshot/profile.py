@@ -26,9 +26,10 @@ STACK_LINES = 32
 #: PyTorch's default for cuBLAS before Hopper, ":4096:2:16:8" in KiB (CublasHandlePool.cpp); no tensor that lives on has
 #: this size by chance.
 CUBLAS_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024
+BEFORE = "(from before the recording)"
 RULES = (
     "from a memory snapshot: it has no modules, names or shapes; phases and categories are read off the recorded "
-    "stacks, and blocks from before the recording have none"
+    "stacks, and blocks from before the recording have none: begin it before the model is built"
 )
 _ACTIONS = {
     Action.ALLOC: "alloc",
@@ -201,7 +202,7 @@ class _Maker:
             step=block.born.step if recorded else None,
             phase=block.born.phase if recorded else None,
             module=None,
-            stack=self._stack(block.stack),
+            stack=self._stack(block.stack) or (() if recorded else (BEFORE,)),
             forward_stack=False,
             name=None,
             shape=None,

@@ -13,7 +13,7 @@ from oomproof.capture import read_capture, read_profile
 from oomproof.cli.run import larger_gpu
 from oomproof.errors import UsageError
 from oomproof.report.json_output import to_json_text
-from oomproof.report.source import from_elsewhere, load, of_whole_steps
+from oomproof.report.source import is_snapshot, is_trace, load, of_whole_steps
 from oomproof.report.steps import faults
 from oomproof.report.terminal import print_report
 from oomproof.units import format_bytes
@@ -32,7 +32,7 @@ def main(
             raise UsageError("--json prints JSON and -o writes a page; give one of them")
         _write(capture, output)
         return
-    if from_elsewhere(capture) is not None:
+    if is_snapshot(capture) or is_trace(capture):
         raise UsageError(
             f"{capture} is no capture, so it has no verdict; see what is in it with `oomproof tree {capture}`, or as a "
             f"page with `oomproof report {capture} -o report.html`"

@@ -52,9 +52,10 @@ def load(path: str | os.PathLike[str]) -> Source:
 
     Raises UsageError when there is no such file, CaptureError when it is damaged or has no profile.
     """
-    made = from_elsewhere(path)
-    if made is not None:
-        return Source(path=os.fspath(path), profile=made, measurement=None)
+    if is_snapshot(path):
+        return Source(path=os.fspath(path), profile=profile_of(load_snapshot(path)), measurement=None)
+    if is_trace(path):
+        return Source(path=os.fspath(path), profile=trace.profile(Path(path)), measurement=None)
     measured = read_capture(path)
     profile = read_profile(path)
     if profile is None:
@@ -97,16 +98,14 @@ def _as_counted(row: StepRow, allocated_bytes: int | None) -> StepRow:
     return row._replace(category_bytes=tuple(sizes))
 
 
-def from_elsewhere(path: str | os.PathLike[str]) -> Profile | None:
-    """Return the profile of a memory snapshot or a profiler trace, None where the file is neither."""
-    if is_snapshot(path):
-        return profile_of(load_snapshot(path))
-    return trace.profile(Path(path)) if trace.is_trace(_start(path)) else None
-
-
 def is_snapshot(path: str | os.PathLike[str]) -> bool:
     """Return whether a file is a pickle, as PyTorch's memory snapshots are."""
     return _start(path)[:1] == b"\x80"
+
+
+def is_trace(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file begins as a trace of torch.profiler does."""
+    return trace.is_trace(_start(path))
 
 
 def _start(path: str | os.PathLike[str]) -> bytes:

@@ -385,7 +385,6 @@ class _Runner:
             started.signal(signal.SIGINT)
             started.wait()
         finally:
-            started.end()
             beside.end()
         return interrupted
 
@@ -421,13 +420,13 @@ class _Started:
 
 
 class _Beside:
-    """The ranks of a world that are run beside the one that is measured, for what they send it."""
+    """The command that is measured, and the ranks of its world that are run beside it for what they send."""
 
     def __init__(self, runner: _Runner, settings: launch.Settings, measured: _Started) -> None:
         self._runner = runner
         self._settings = settings
         self._world = settings.world
-        self._running = {self._world.rank: measured} if self._world else {}
+        self._running = {self._world.rank if self._world else 0: measured}
         self._stuck_since: float | None = None
 
     def look(self) -> None:

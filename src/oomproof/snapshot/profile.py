@@ -69,7 +69,7 @@ class _Maker:
         self._kinds: dict[int, str | None] = {}
         self._shown: dict[int, Stack] = {}
         self._common = _common_folder(snapshot.stacks.frames)
-        self._marks = list(self._phases())
+        self._marks = list(in_steps(self._phases()))
         self._followed = {id(a): self._follow(a) for a in history.allocations}
 
     def profile(self) -> Profile:
@@ -130,11 +130,11 @@ class _Maker:
 
     # ---- phases ----------------------------------------------------------------------------------------------------
 
-    def _phases(self) -> Iterator[Mark]:
-        """Yield a mark for each event: its step, and the phase that its stack or an earlier one told."""
+    def _phases(self) -> Iterator[tuple[int, str, None]]:
+        """Yield for each event its time, and the phase that its stack or an earlier one told."""
         events = self._events
         optimizing = _Intervals(self._snapshot, self._history.device)
-        step, phase, stepped = 1, "init", False
+        phase = "init"
         allocations = {a.free_requested: a for a in self._history.allocations if a.free_requested is not None}
         for index, action in enumerate(events.action):
             stack, time_us = events.stack[index], events.time_us[index]
@@ -147,11 +147,7 @@ class _Maker:
                     self._kinds[stack] = self._phase_of(stack)
                 # a script's own lines between the model and the backward pass compute the loss
                 phase = self._kinds[stack] or (phase if phase in ("init", "forward") else "other")
-            if phase == "optimizer":
-                stepped = True
-            elif stepped and phase in ("forward", "backward"):
-                step, stepped = step + 1, False
-            yield Mark(max(time_us, 0), step, phase, None)
+            yield max(time_us, 0), phase, None
 
     def _phase_of(self, stack: int) -> str | None:
         called = python = False
@@ -230,6 +226,17 @@ class _Maker:
         elif name.startswith(self._common):
             name = name[len(self._common) :]
         return f"{name}:{frame.line} {frame.name}"
+
+
+def in_steps(moments: Iterable[tuple[int, str, str | None]]) -> Iterator[Mark]:
+    """Make marks of times, phases and modules: a step begins with the first pass after an optimizer's."""
+    step, stepped = 1, False
+    for time_us, phase, module in moments:
+        if phase == "optimizer":
+            stepped = True
+        elif stepped and phase in ("forward", "backward"):
+            step, stepped = step + 1, False
+        yield Mark(time_us, step, phase, module)
 
 
 def by_phases(born: Mark, freed: Mark | None) -> str:

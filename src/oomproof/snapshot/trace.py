@@ -19,7 +19,7 @@ from oomproof.measure.ledger import Block as Followed
 from oomproof.measure.ledger import Mark
 from oomproof.measure.profile import Block, Profile, Stack
 from oomproof.measure.series import Series, growth
-from oomproof.snapshot.profile import CUBLAS_WORKSPACE_BYTES, STACK_LINES, by_phases
+from oomproof.snapshot.profile import CUBLAS_WORKSPACE_BYTES, STACK_LINES, by_phases, in_steps
 
 #: Of JSON text; Python's objects of it take about seven times as much.
 LIMIT_BYTES = 512 * 2**20
@@ -152,7 +152,7 @@ class _Maker:
         self._stacks: dict[int, Stack] = {}  # by id of the block
 
     def profile(self) -> Profile:
-        marks = list(self._marks())
+        marks = list(in_steps(self._moments()))
         blocks, before, touched = self._follow(marks)
         series = Series()
         series.reserved = series.most_reserved = self._events[0].reserved
@@ -178,15 +178,11 @@ class _Maker:
             notes=(RULES,),
         )
 
-    def _marks(self) -> Iterator[Mark]:
-        step, phase, stepped = 1, "init", False
+    def _moments(self) -> Iterator[tuple[int, str, str | None]]:
+        phase = "init"
         for event, place in zip(self._events, self._places, strict=True):
             phase = place.phase or (phase if phase in ("init", "forward") else "other")
-            if phase == "optimizer":
-                stepped = True
-            elif stepped and phase in ("forward", "backward"):
-                step, stepped = step + 1, False
-            yield Mark(int(event.time_us), step, phase, place.module)
+            yield int(event.time_us), phase, place.module
 
     def _follow(self, marks: list[Mark]) -> tuple[list[Followed], list[Followed], list[Followed | None]]:
         """Return all blocks, those from before the trace, and the one that each event is about."""

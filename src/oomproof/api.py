@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,6 +24,7 @@ from oomproof.measure.measurement import Measurement
 from oomproof.measure.profile import Profile
 from oomproof.measure.ranks import that_can_differ, which_were_measured
 from oomproof.phantom import launch, messages
+from oomproof.plan.technique import Change
 from oomproof.units import parse_size
 
 UNKNOWN_COUNTS = ("range", "few", "many")
@@ -54,6 +55,7 @@ def run(
     cwd: str | os.PathLike[str] | None = None,
     on_step: Callable[[dict[str, Any]], None] | None = None,
     stdout: int | IO[Any] | None = None,
+    changes: Sequence[Change] = (),
 ) -> Measurement:
     """Run a command on a phantom GPU and return what it showed.
 
@@ -73,11 +75,101 @@ def run(
     ``snapshot`` adds PyTorch's memory snapshot to it. ``quiet`` hides what the command prints. ``on_step`` is called
     with a step's peaks while the command runs (at most ten times a second): the keys of ``per_step``, and ``run``
     (counts the runs made so far), ``rank``, ``unlimited`` and ``purpose``: "gpu", "demand" or "values".
+    ``changes`` are put into the script.
 
     Raises UsageError for a wrong request, EnvironmentMissingError when torch or a compiler is missing, ScriptError
     when nothing could be measured, KeyboardInterrupt after ending the command's processes; both it and an error about
     ``output`` carry the ``measurement``.
     """
+    job = prepare(
+        command,
+        gpu=gpu,
+        memory=memory,
+        gpus=gpus,
+        world_size=world_size,
+        rank=rank,
+        ranks=ranks,
+        steps=steps,
+        until_stable=until_stable,
+        values=values,
+        unknown_counts=unknown_counts,
+        platform=platform,
+        snapshot=snapshot,
+        profile=output is not None,
+        env=env,
+        cwd=cwd,
+        changes=changes,
+    )
+    if output is not None:
+        _check_output(Path(output))
+    with contextlib.closing(_Runner(job.program, job.folder, job.env, quiet, on_step, stdout)) as runner:
+        result = measure(job, runner)
+        if output is not None:
+            try:
+                profile, recorded = files(result.limited, result.unlimited)
+                made = _profile(profile, job.settings.gpu) if profile else None
+                write_capture(output, result.measurement, recorded, made)
+            except OomproofError as error:
+                error.measurement = result.measurement
+                raise
+    if result.interrupted:
+        raise Interrupted(result.measurement)
+    return result.measurement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is to be measured: a command and how it is run."""
+
+    words: tuple[str, ...]  # as a person wrote them
+    program: tuple[str, ...]  # as they are started
+    folder: Path  # where
+    env: Mapping[str, str] | None  # None: this process's own
+    settings: launch.Settings
+    world_size: int | None  # of a world that does not exist
+    ranks: tuple[int, ...] | None  # of it; None for all that can differ
+    unknown_counts: str
+
+    def with_changes(self, changes: Sequence[Change]) -> Job:
+        """Return the same job with these changes in the script, and in its environment."""
+        env = dict(os.environ if self.env is None else self.env)
+        for change in changes:
+            env.update(change.technique.environment(change.options, env))
+        settings = replace(self.settings, changes=tuple(change.to_json() for change in changes))
+        return replace(self, env=env, settings=settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What the runs of a job showed."""
+
+    measurement: Measurement
+    limited: Outcome  # on the GPU's own memory
+    unlimited: Outcome | None  # for the demand, where it did not fit
+    interrupted: bool
+
+
+def prepare(
+    command: str | os.PathLike[str] | Sequence[str],
+    *,
+    gpu: str | GPUSpec | None = None,
+    memory: str | int | None = None,
+    gpus: int | None = None,
+    world_size: int | None = None,
+    rank: int | None = None,
+    ranks: str | Sequence[int] | None = None,
+    steps: int | None = 3,
+    until_stable: bool = False,
+    values: str = "mirror",
+    unknown_counts: str = "range",
+    platform: str = "linux",
+    snapshot: bool = False,
+    profile: bool = False,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    changes: Sequence[Change] = (),
+) -> Job:
+    """Return the job that ``run`` would do with the same arguments; raises as it does, before anything is started."""
     words = [os.fspath(command)] if isinstance(command, (str, os.PathLike)) else list(command)
     size, local_size, wanted = _world(words, gpus, world_size, rank, ranks)
     settings = launch.Settings(
@@ -90,46 +182,47 @@ def run(
         steps=_positive("steps", steps),
         until_stable=until_stable,
         snapshot=snapshot,
-        profile=output is not None,
+        profile=profile,
     )
     if settings.unknown_counts == "many" and values == "keep":
         raise UsageError("unknown_counts 'many' needs values 'mirror'; with 'keep' nothing tells what a read is for")
     require_linux()
     folder = Path(cwd) if cwd is not None else Path.cwd()
-    program = launch.resolve_command(words, folder=folder)
-    if output is not None:
-        _check_output(Path(output))
-    runner = _Runner(program, folder, env, quiet, on_step, stdout)
-    try:
-        world_folder = runner.new_folder()
-        if size is None:
-            limited, unlimited = _measure(runner, settings)
-            notes: list[str] = []
-        else:
-            limited, unlimited, notes = _measure_ranks(runner, settings, size, wanted, world_folder)
-        measured = assemble(words, settings.gpu, limited, unlimited, folder, notes)
-        many = None
-        if unknown_counts == "range" and limited.depends_on_counts and measured.verdict != "unknown":
-            last = replace(settings, unlimited=True, unknown_counts="many", snapshot=False, profile=False)
-            if size is not None:
-                place = launch.World(
-                    size=size, rank=measured.world.rank, local_size=settings.gpu_count, folder=world_folder
-                )
-                last = replace(last, world=place)
-            many = runner.go(last, "values")
-            measured = assemble(words, settings.gpu, limited, unlimited, folder, notes, many)
-        if output is not None:
-            try:
-                profile, recorded = files(limited, unlimited)
-                write_capture(output, measured, recorded, _profile(profile, settings.gpu) if profile else None)
-            except OomproofError as error:
-                error.measurement = measured
-                raise
-    finally:
-        runner.clean()
-    if limited.interrupted or (many is not None and many.interrupted):
-        raise Interrupted(measured)
-    return measured
+    job = Job(
+        words=tuple(words),
+        program=tuple(launch.resolve_command(words, folder=folder)),
+        folder=folder,
+        env=env,
+        settings=settings,
+        world_size=size,
+        ranks=None if wanted is None else tuple(wanted),
+        unknown_counts=unknown_counts,
+    )
+    return job.with_changes(changes) if changes else job
+
+
+def measure(job: Job, runner: _Runner) -> Result:
+    """Run a job: once on the GPU's memory, and again where that leaves something open."""
+    settings = job.settings
+    world_folder = runner.new_folder()
+    if job.world_size is None:
+        limited, unlimited = _measure(runner, settings)
+        notes: list[str] = []
+    else:
+        limited, unlimited, notes = _measure_ranks(runner, settings, job.world_size, job.ranks, world_folder)
+    measured = assemble(job.words, settings.gpu, limited, unlimited, job.folder, notes)
+    interrupted = limited.interrupted
+    if job.unknown_counts == "range" and limited.depends_on_counts and measured.verdict != "unknown":
+        last = replace(settings, unlimited=True, unknown_counts="many", snapshot=False, profile=False)
+        if job.world_size is not None:
+            place = launch.World(
+                size=job.world_size, rank=measured.world.rank, local_size=settings.gpu_count, folder=world_folder
+            )
+            last = replace(last, world=place)
+        many = runner.go(last, "values")
+        interrupted |= many.interrupted
+        measured = assemble(job.words, settings.gpu, limited, unlimited, job.folder, notes, many)
+    return Result(measurement=measured, limited=limited, unlimited=unlimited, interrupted=interrupted)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -260,7 +353,7 @@ def _measure(runner: _Runner, settings: launch.Settings) -> tuple[Outcome, Outco
 
 
 def _measure_ranks(
-    runner: _Runner, settings: launch.Settings, size: int, wanted: list[int] | None, folder: Path
+    runner: _Runner, settings: launch.Settings, size: int, wanted: Sequence[int] | None, folder: Path
 ) -> tuple[Outcome, Outcome | None, list[str]]:
     """Measure ranks of a world that does not exist, one after another; ``wanted`` is None for all that can differ."""
     measured: dict[int, tuple[Outcome, Outcome | None]] = {}
@@ -310,7 +403,7 @@ class _Runner:
 
     def __init__(
         self,
-        program: list[str],
+        program: Sequence[str],
         cwd: Path,
         env: Mapping[str, str] | None,
         quiet: bool,
@@ -388,7 +481,7 @@ class _Runner:
             beside.end()
         return interrupted
 
-    def clean(self) -> None:
+    def close(self) -> None:
         for folder in self.folders:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -36,7 +36,7 @@ def test_a_gpu_without_kernels_is_known(capability: int, runs: bool) -> None:
 
 def python(code: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """Run code in a process of a run whose folder is ``folder``."""
-    (folder / "config.json").write_text(json.dumps({"gpus": [], "observe": False}))
+    (folder / "config.json").write_text(json.dumps({"phantom": True, "gpus": [], "observe": False}))
     environ = environment(folder, {**os.environ, **env})
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env=environ, capture_output=True, text=True, cwd=folder)

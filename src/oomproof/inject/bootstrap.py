@@ -7,17 +7,15 @@ library only, Python 3.9 or newer: this is the user's interpreter.
 from __future__ import annotations
 
 import atexit
-import importlib.abc
-import importlib.machinery
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from oomproof.inject.imports import before_import, when_imported
 from oomproof.phantom import standins, world
 from oomproof.phantom.device import MOST_GPUS, Device
 
@@ -33,12 +31,15 @@ def start(run_folder: str) -> None:
     """
     folder = Path(run_folder)
     config = json.loads((folder / CONFIG).read_text())
+    if not config["phantom"]:
+        when_imported("torch", lambda module: _change(module, config, folder))
+        return
     try:
         torch = standins.find_torch()
         stand_ins, manifest = standins.ensure(torch)
     except (standins.NoCUDATorch, RuntimeError) as error:
         message = str(error)
-        _on_torch_import(lambda module: _refuse(folder, message), before=True)
+        before_import("torch", lambda module: _refuse(folder, message))
         return
     os.environ["TRITON_LIBCUDA_PATH"] = str(stand_ins)
     device = Device(standins.load(stand_ins, manifest))
@@ -53,7 +54,7 @@ def start(run_folder: str) -> None:
         keep_bytes=config["keep_bytes"],
         driver_version=cuda_version,
     )
-    _on_torch_import(lambda module: _torch_imported(module, device, config, folder))
+    when_imported("torch", lambda module: _torch_imported(module, device, config, folder))
 
 
 def _give_each_rank_a_gpu(config: dict[str, Any]) -> None:
@@ -77,6 +78,7 @@ def _torch_imported(torch: ModuleType, device: Device, config: dict[str, Any], f
     if is_compile_worker():
         return  # it has Triton compile kernels and allocates nothing
     layout = _set_up_world(torch, device, config, folder)
+    _change(torch, config, folder)
     if config["observe"]:
         from oomproof.measure.observer import Observer
 
@@ -85,6 +87,14 @@ def _torch_imported(torch: ModuleType, device: Device, config: dict[str, Any], f
         from oomproof.measure.reads import fold_constants
 
         fold_constants(device, config)
+
+
+def _change(torch: ModuleType, config: dict[str, Any], folder: Path) -> None:
+    """Install a plan's changes, and what finds out about the script."""
+    if (config["changes"] or config["survey"]) and not is_compile_worker():
+        from oomproof.plan.injection import Injection
+
+        Injection(torch, config, folder).install()
 
 
 def _set_up_world(torch: ModuleType, device: Device, config: dict[str, Any], folder: Path) -> world.Layout | None:
@@ -130,42 +140,3 @@ def has_kernels(flags: str, capability: int) -> bool:
     built = [(f[:3], int("".join(c for c in f.partition("_")[2] if c.isdigit()))) for f in flags.split() if "_" in f]
     binaries = any(kind == "sm_" and v // 10 == capability // 10 and v <= capability for kind, v in built)
     return binaries or any(kind == "com" and v <= capability for kind, v in built)
-
-
-class _Watcher(importlib.abc.MetaPathFinder):
-    """Calls back once when torch is imported: before its code runs, or after."""
-
-    def __init__(self, callback: Callable[[ModuleType], None], before: bool) -> None:
-        self._callback = callback
-        self._before = before
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch":
-            return None
-        for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(name, path, target)
-            if spec is not None and spec.loader is not None:
-                self._wrap(spec.loader)
-                return spec
-        return None
-
-    def _wrap(self, loader: Any) -> None:
-        """Wrap what runs the module's code; libraries also look for torch without importing it."""
-        execute = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-            if self._before:
-                self._callback(module)
-            execute(module)
-            if not self._before:
-                self._callback(module)
-
-        loader.exec_module = exec_module
-
-
-def _on_torch_import(callback: Callable[[ModuleType], None], before: bool = False) -> None:
-    sys.meta_path.insert(0, _Watcher(callback, before))

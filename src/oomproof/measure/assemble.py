@@ -49,6 +49,7 @@ class Outcome:
     exit_code: int
     findings: tuple[dict[str, Any], ...]
     interrupted: bool = False
+    changes: tuple[dict[str, Any], ...] = ()  # what plan.injection recorded, one for each process
 
     @property
     def depends_on_counts(self) -> bool:
@@ -68,8 +69,12 @@ def read_outcome(folder: Path, exit_code: int, *, interrupted: bool = False) -> 
     """
     for path in sorted(folder.glob("error-*.txt")):
         raise EnvironmentMissingError(path.read_text())
-    findings = [json.loads(path.read_text()) for path in sorted(folder.glob("process-*.json"))]
-    return Outcome(exit_code=exit_code, findings=tuple(findings), interrupted=interrupted)
+    findings = _records(folder, "process")
+    return Outcome(exit_code=exit_code, findings=findings, interrupted=interrupted, changes=_records(folder, "changes"))
+
+
+def _records(folder: Path, what: str) -> tuple[dict[str, Any], ...]:
+    return tuple(json.loads(path.read_text()) for path in sorted(folder.glob(f"{what}-*.json")))
 
 
 def merge(outcomes: Sequence[Outcome]) -> Outcome:
@@ -78,6 +83,7 @@ def merge(outcomes: Sequence[Outcome]) -> Outcome:
         exit_code=next((o.exit_code for o in outcomes if o.exit_code), 0),
         findings=tuple(f for o in outcomes for f in o.findings),
         interrupted=any(o.interrupted for o in outcomes),
+        changes=tuple(c for o in outcomes for c in o.changes),
     )
 
 

@@ -55,6 +55,9 @@ class Settings:
     snapshot: bool = False
     profile: bool = False  # observe more, for the capture
     keep_bytes: int = KEEP_BYTES
+    phantom: bool = True  # False: the real GPU, for what is done to the script alone
+    changes: tuple[dict[str, Any], ...] = ()  # of a plan, as plan.technique.Change.to_json gives them
+    survey: bool = False  # find out about the script what the planner wants to know
     world: World | None = None  # None: the world is the processes that the command starts
 
     def to_config(self) -> dict[str, Any]:
@@ -72,6 +75,9 @@ class Settings:
             "until_stable": self.until_stable,
             "snapshot": self.snapshot,
             "profile": self.profile,
+            "phantom": self.phantom,
+            "changes": list(self.changes),
+            "survey": self.survey,
             "world": self.world.to_config() if self.world else None,
         }
 
@@ -171,8 +177,8 @@ def default_python() -> str:
     return shutil.which("python") or shutil.which("python3") or sys.executable
 
 
-def environment(run_folder: Path, base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment that brings the phantom to every Python process below a command.
+def environment(run_folder: Path, base: Mapping[str, str] | None = None, *, phantom: bool = True) -> dict[str, str]:
+    """Return the environment that brings the bootstrap, and with it the phantom, to every Python process of a command.
 
     CUDA_VISIBLE_DEVICES is about this machine's own GPUs, so it is left out; a script may set it for itself.
 
@@ -181,10 +187,12 @@ def environment(run_folder: Path, base: Mapping[str, str] | None = None) -> dict
     empty folder, as the first one on a new machine does. Compiled Triton kernels are the same everywhere and kept.
     """
     env = dict(os.environ if base is None else base)
-    env.pop("CUDA_VISIBLE_DEVICES", None)
     env["PYTHONPATH"] = os.pathsep.join(p for p in (str(SITE), env.get("PYTHONPATH", "")) if p)
     env["OOMPROOF_RUN"] = str(run_folder)
     env["OOMPROOF_PYTHON"] = sys.executable
+    if not phantom:
+        return env
+    env.pop("CUDA_VISIBLE_DEVICES", None)
     env["TORCHINDUCTOR_CACHE_DIR"] = str(run_folder / "inductor")
     env["TRITON_CACHE_DIR"] = str(_kernel_cache(run_folder))
     return env
@@ -215,7 +223,7 @@ def start(
     ``run_folder`` is an existing empty folder; the processes leave what they measured in it.
     """
     (run_folder / "config.json").write_text(json.dumps(settings.to_config()))
-    variables = environment(run_folder, env)
+    variables = environment(run_folder, env, phantom=settings.phantom)
     if settings.world is not None:
         place = settings.world
         variables.update(world.environment(place.size, place.rank, place.local_size))

@@ -1,0 +1,1 @@
+"""One file each; ``plan.technique.techniques`` finds them."""

@@ -1,0 +1,56 @@
+"""Running something around a module's forward, without changing its name, its state or how it is copied. Python 3.9."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from collections.abc import Callable
+from typing import Any
+
+#: Gets the module's own forward, bound, and its arguments.
+Around = Callable[..., Any]
+
+
+def wrap_forward(module: Any, around: Around) -> None:
+    """Have ``module.forward(*args)`` do ``around(forward, *args)``, by giving the module a subclass of its class.
+
+    FSDP2 does the same. State dict, hooks, isinstance and the class's name stay; copies and pickles of the module are
+    of its own class again. An attribute ``forward`` on the instance would be copied with a model and still run the
+    first one's.
+    """
+    if "forward" in module.__dict__:
+        _wrap_instance(module, around)
+        return
+    kind = type(module)
+    original = kind.forward
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(functools.partial(original, self), *args, **kwargs)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        return copyreg.__newobj__, (kind,), self.__dict__  # type: ignore[attr-defined]
+
+    wrapped = type(
+        kind.__name__,
+        (kind,),
+        {
+            "forward": forward,
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+            "__doc__": kind.__doc__,
+            "__reduce_ex__": reduce,
+        },
+    )
+    module.__class__ = wrapped
+
+
+def _wrap_instance(module: Any, around: Around) -> None:
+    """Wrap a forward that a library put on the instance: accelerate does."""
+    original = module.__dict__["forward"]
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    module.forward = forward

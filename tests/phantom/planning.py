@@ -1,0 +1,84 @@
+"""Running a script with changes in it: measured on the phantom, or trained on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from child import PYTHON
+
+from oomproof import api
+from oomproof.measure.measurement import Measurement
+from oomproof.phantom import launch
+from oomproof.plan.facts import Facts
+from oomproof.plan.technique import Change
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a run with changes showed."""
+
+    measurement: Measurement
+    facts: Facts
+    said: list[dict[str, str]]  # what was changed where
+    refused: str | None
+
+
+def measured(script: Path, *changes: Change, arguments: Sequence[str] = (), **options: Any) -> Trial:
+    """Run a script on the phantom with changes in it; ``options`` are those of ``oomproof.run``."""
+    options.setdefault("gpu", "a100-80gb")
+    job = api.prepare([PYTHON, str(script), *arguments], changes=changes, **options)
+    job = replace(job, settings=replace(job.settings, survey=True))
+    with contextlib.closing(api._Runner(job.program, job.folder, job.env, True, None, None)) as runner:
+        result = api.measure(job, runner)
+    record = result.limited.changes[0]
+    return Trial(result.measurement, Facts.from_json(record["facts"]), record["said"], record["refused"])
+
+
+#: Put at the end of a script that is to be trained: leaves its parameters and buffers for ``trained``.
+LEAVE = """
+import json as _json, os as _os
+def leave(model):
+    state = {k: v.detach().float().flatten().tolist() for k, v in model.state_dict().items()}
+    with open(_os.environ["LEFT"], "w") as file:
+        _json.dump(state, file)
+"""
+
+
+def script(folder: Path, text: str, name: str = "train.py") -> Path:
+    """Write a script; it can call ``leave(model)``."""
+    path = folder / name
+    path.write_text(LEAVE + textwrap.dedent(text))
+    return path
+
+
+def trained(script: Path, *changes: Change, arguments: Sequence[str] = ()) -> tuple[dict[str, list[float]], list[Any]]:
+    """Run a script for real, without the phantom, with changes in it; return what it left, and what was changed.
+
+    This is what ``oomproof apply`` does. Fails when the script does.
+    """
+    run_folder = script.parent / f"run-{len(list(script.parent.glob('run-*')))}"
+    run_folder.mkdir()
+    left = run_folder / "left.json"
+    program = launch.resolve_command([PYTHON, str(script), *arguments])
+    settings = launch.Settings(
+        gpu=api.resolve_gpu(None), phantom=False, changes=tuple(change.to_json() for change in changes)
+    )
+    log = run_folder / "output.txt"
+    with log.open("wb") as output:
+        process = launch.start(program, settings, run_folder, stdout=output, stderr=output, env=_with_left(left))
+        code = process.wait(300)
+    assert code == 0, log.read_text()[-4000:]
+    said = [json.loads(path.read_text())["said"] for path in sorted(run_folder.glob("changes-*.json"))]
+    return json.loads(left.read_text()), [entry for entries in said for entry in entries]
+
+
+def _with_left(left: Path) -> dict[str, str]:
+    import os
+
+    return {**os.environ, "LEFT": str(left)}

@@ -1,0 +1,116 @@
+"""What the planner tries, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from oomproof.measure.measurement import Measurement
+from oomproof.plan.cost import Ratio
+from oomproof.plan.technique import FIDELITIES, Change, fidelity
+
+#: Fidelities that are equally welcome: rounding is no reason to take a slower plan.
+LEVELS = {"exact": 0, "equal": 0, "approximate": 1, "changes-model": 2}
+
+Verdict = Literal["fits", "does-not-fit", "cannot-apply", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A set of changes, in the order in which they are installed."""
+
+    changes: tuple[Change, ...]
+
+    @property
+    def key(self) -> str:
+        """What tells candidates apart, whatever the order of their changes."""
+        return " + ".join(sorted(repr(change.to_json()) for change in self.changes))
+
+    @property
+    def label(self) -> str:
+        """Return what tables show: "checkpoint-blocks + optimizer-8bit"; of no change "as it is"."""
+        return " + ".join(change.label for change in self.changes) or "as it is"
+
+    @property
+    def fidelity(self) -> str:
+        """Return that of the least faithful change."""
+        return fidelity(self.changes)
+
+    @property
+    def level(self) -> int:
+        """Return 0 for the same maths, 1 for approximate, 2 for another model."""
+        return LEVELS[self.fidelity]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What running a candidate on the phantom showed."""
+
+    candidate: Candidate
+    verdict: Verdict
+    reason: str = ""  # why it cannot be applied, or what the script failed with
+    measurement: Measurement | None = None
+    time: Ratio | None = None  # of a step, to a step of the script as it is; None where nothing could be counted
+    time_reason: str = ""  # why there is none
+    said: tuple[Mapping[str, str], ...] = ()  # what was changed where
+
+    @property
+    def fits(self) -> bool:
+        """True when it ran on the GPU's memory to the end."""
+        return self.verdict == "fits"
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Return the device memory that it takes when nothing holds it back."""
+        return self.measurement.demand.device_bytes if self.measurement else None
+
+    @property
+    def expected_time(self) -> float:
+        """Return the expected ratio; infinite where it is not known, so that what is known goes first."""
+        return self.time.expected if self.time else float("inf")
+
+    def order(self) -> tuple[int, float, int, str]:
+        """Return what trials that fit are sorted by: level of fidelity, time, number of changes."""
+        candidate = self.candidate
+        return candidate.level, self.expected_time, len(candidate.changes), candidate.key
+
+
+def best(trials: Sequence[Trial]) -> Trial | None:
+    """Return the cheapest of those that fit; of equally fast ones the more faithful and the simpler."""
+    fitting = [t for t in trials if t.fits]
+    if not fitting:
+        return None
+    first = min(fitting, key=Trial.order)
+    same = [t for t in fitting if t.candidate.level == first.candidate.level and _as_fast(t, first)]
+    return min(same, key=lambda t: (FIDELITIES.index(t.candidate.fidelity), len(t.candidate.changes), t.order()))
+
+
+def _as_fast(one: Trial, other: Trial) -> bool:
+    """Return whether two trials take the same time, to half a per cent: a roofline tells no finer."""
+    return one.expected_time <= other.expected_time * 1.005
+
+
+def to_json(trial: Trial) -> dict[str, Any]:
+    """Return what ``plan --json`` shows of a trial."""
+    candidate, measured = trial.candidate, trial.measurement
+    return {
+        "techniques": [change.to_json() for change in candidate.changes],
+        "verdict": trial.verdict,
+        "reason": trial.reason or None,
+        "peak": None
+        if measured is None
+        else {
+            "allocated_bytes": measured.demand.allocated_bytes,
+            "reserved_bytes": measured.demand.reserved_bytes,
+            "device_bytes": measured.demand.device_bytes,
+        },
+        "headroom_bytes": None if measured is None else measured.gpu.memory_bytes - measured.demand.device_bytes,
+        "retries": None if measured is None else measured.allocator.retries,
+        "relative_time": None
+        if trial.time is None
+        else {"low": trial.time.low, "expected": trial.time.expected, "high": trial.time.high},
+        "relative_time_reason": trial.time_reason or None,
+        "fidelity": candidate.fidelity,
+        "changed": [dict(entry) for entry in trial.said],
+    }

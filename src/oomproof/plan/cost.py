@@ -1,0 +1,7 @@
+from typing import NamedTuple
+
+
+class Ratio(NamedTuple):
+    low: float
+    expected: float
+    high: float

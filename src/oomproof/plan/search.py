@@ -1,0 +1,261 @@
+"""Which changes to try, in which order, and when to stop. Pure: what running a candidate shows comes from outside.
+
+Every technique that makes sense is first tried alone. What each does to the step time and to each category of the peak
+gives a guess of what sets of them would do, and the sets are tried in the order of their guessed times, the first that
+fits ending the search at its level of fidelity. The order does not depend on the GPU's memory, and what is left out
+because it could not fit is less with more memory: so more memory never leads to a slower plan, as far as the guesses of
+time hold. A guess is never an answer: only what ran is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+
+from oomproof.measure.measurement import Breakdown
+from oomproof.plan.candidate import LEVELS, Candidate, Trial, best
+from oomproof.plan.facts import Facts
+from oomproof.plan.technique import Change, Technique, conflict, techniques
+
+#: Runs candidates, several at a time where there is room, and yields what each showed as it comes.
+Evaluate = Callable[[Sequence[Candidate]], Iterator[Trial]]
+
+#: Sets of more changes are not guessed at; they are still built around the best by the choice per block.
+MOST_CHANGES = 4
+
+#: A guessed peak may be so much above the memory and the set is still tried: savings overlap.
+SLACK = 1.15
+
+#: Guessed times are off by so much at most; sets that could beat the best by that are tried too.
+TIME_SLACK = 1.05
+
+#: Where nothing is guessed to fit, so many of the smallest are tried for the answer how far it is.
+CLOSEST = 6
+
+#: A technique makes sense where what it lowers is at least so much of the peak.
+SHARE = 0.02
+
+
+@dataclass(slots=True, kw_only=True)
+class Budget:
+    """How much a search may spend; None is no limit."""
+
+    candidates: int | None = None
+    seconds: float | None = None
+    started: float = field(default_factory=time.monotonic)
+    used: int = 0
+
+    def left(self) -> int:
+        """Return how many candidates may still be tried."""
+        if self.seconds is not None and time.monotonic() - self.started >= self.seconds:
+            return 0
+        return 1_000_000 if self.candidates is None else max(0, self.candidates - self.used)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search came to."""
+
+    baseline: Trial
+    trials: tuple[Trial, ...]  # in the order in which they were tried, without the baseline
+    unfit: tuple[tuple[str, str], ...]  # techniques that were not tried, and why
+    winner: Trial | None
+    out_of_budget: bool
+
+    @property
+    def closest(self) -> Trial:
+        """Return the trial with the smallest peak."""
+        ran = [t for t in (self.baseline, *self.trials) if t.peak_bytes is not None]
+        return min(ran, key=lambda t: t.peak_bytes or 0)
+
+    def frontier(self) -> list[Trial]:
+        """Return the trials that no other beats in both memory and time, the fastest first."""
+        ran = [t for t in (self.baseline, *self.trials) if t.peak_bytes is not None and math.isfinite(t.expected_time)]
+        ran.sort(key=lambda t: (t.expected_time, t.peak_bytes or 0))
+        line: list[Trial] = []
+        for trial in ran:
+            if not line or (trial.peak_bytes or 0) < (line[-1].peak_bytes or 0):
+                line.append(trial)
+        return line
+
+
+def applicable(facts: Facts, allow: int, baseline: Trial | None = None) -> tuple[list[Change], list[tuple[str, str]]]:
+    """Return the changes worth trying alone, mildest first, and the techniques that are not, with the reason."""
+    moves: list[tuple[int, int, Change]] = []
+    unfit: list[tuple[str, str]] = []
+    for technique in techniques().values():
+        reason = technique.unfit(facts) or _pointless(technique, baseline)
+        if reason is not None:
+            unfit.append((technique.name, reason))
+            continue
+        for options in technique.variants(facts):
+            level = LEVELS[technique.fidelity_of(options)]
+            if level > allow:
+                unfit.append((technique.name, "it changes what is computed; --allow names how far a plan may go"))
+                break
+            moves.append((level, technique.rank, Change(technique.name, options)))
+    moves.sort(key=lambda move: move[:2])
+    return [change for *_, change in moves], unfit
+
+
+def _pointless(technique: Technique, baseline: Trial | None) -> str | None:
+    measured = baseline.measurement if baseline else None
+    if measured is None or measured.breakdown is None:
+        return None
+    total = max(1, measured.demand.device_bytes)
+    share = 0
+    for what in technique.lowers:
+        if what == "cached":
+            share += measured.demand.reserved_bytes - measured.demand.allocated_bytes
+        elif what == "outside":
+            share += total - measured.demand.reserved_bytes
+        else:
+            share += getattr(measured.breakdown, f"{what}_bytes")
+    if share >= SHARE * total:
+        return None
+    return f"at the peak there is hardly anything that it lowers ({', '.join(technique.lowers)}: {share / total:.1%})"
+
+
+class Search:
+    """One search; ``run`` does it."""
+
+    def __init__(
+        self,
+        *,
+        facts: Facts,
+        baseline: Trial,
+        memory_bytes: int,
+        evaluate: Evaluate,
+        allow: str = "approximate",
+        budget: Budget | None = None,
+        refine: Callable[[Trial | None, int], Iterable[Trial]] | None = None,
+        moves: Sequence[Change] | None = None,
+    ) -> None:
+        """``refine`` yields trials of choices per block around the best so far, of a level of fidelity at most.
+
+        ``moves`` are the changes to try in place of all that make sense.
+        """
+        self._baseline = baseline
+        self._memory = memory_bytes
+        self._evaluate = evaluate
+        self._allow = LEVELS[allow]
+        self._budget = budget or Budget()
+        self._refine = refine
+        if moves is None:
+            self._moves, self._unfit = applicable(facts, self._allow, baseline)
+        else:
+            self._moves, self._unfit = list(moves), []
+        self._trials: dict[str, Trial] = {baseline.candidate.key: baseline}
+
+    def run(self) -> Found:
+        """Try candidates until the cheapest that fits is known, or the budget is used up."""
+        if not self._baseline.fits:
+            for level in range(self._allow + 1):
+                self._try_level(level)
+                if best(list(self._trials.values())) is not None:
+                    break
+        trials = list(self._trials.values())
+        return Found(
+            baseline=self._baseline,
+            trials=tuple(trials[1:]),
+            unfit=tuple(self._unfit),
+            winner=best(trials),
+            out_of_budget=self._budget.left() == 0,
+        )
+
+    def _try_level(self, level: int) -> None:
+        singles = [Candidate(changes=(move,)) for move in self._moves]
+        self._try([c for c in singles if c.level == level])
+        useful = [c.changes[0] for c in singles if c.level <= level and self._is_useful(c)]
+        guesses = [Guess(self._baseline, [self._trials[Candidate(changes=(m,)).key] for m in s]) for s in _sets(useful)]
+        guesses = [g for g in guesses if g.candidate.level == level or level == 0]
+        guesses.sort(key=lambda g: (g.time, len(g.candidate.changes), g.candidate.key))
+        self._first_that_fits([g for g in guesses if g.peak_bytes <= self._memory * SLACK])
+        if self._refine is not None:
+            self._take(self._refine(best(list(self._trials.values())), level))
+        if best(list(self._trials.values())) is None:
+            rest = sorted(guesses, key=lambda g: (g.peak_bytes, g.time))
+            self._try([g.candidate for g in rest[:CLOSEST]])
+
+    def _is_useful(self, candidate: Candidate) -> bool:
+        """Return whether a change ran alone and lowers something."""
+        trial = self._trials.get(candidate.key)
+        if trial is None or trial.measurement is None or trial.peak_bytes is None:
+            return False
+        return any(factor < 1 - SHARE / 2 for factor in factors(self._baseline, trial).values())
+
+    def _first_that_fits(self, guesses: list[Guess]) -> None:
+        """Try sets in the order of their guessed times until none could be faster than the best that fits."""
+        ahead = iter(guesses)
+        while True:
+            found = best(list(self._trials.values()))
+            limit = found.expected_time * TIME_SLACK if found is not None else math.inf
+            batch = []
+            for guess in ahead:
+                if guess.time > limit:
+                    return
+                if guess.candidate.key not in self._trials:
+                    batch.append(guess.candidate)
+                if len(batch) >= AT_ONCE:
+                    break
+            if not batch:
+                return
+            self._try(batch)
+            if not self._budget.left():
+                return
+
+    def _try(self, candidates: Sequence[Candidate]) -> None:
+        fresh = [c for c in candidates if c.key not in self._trials][: self._budget.left()]
+        if fresh:
+            self._take(self._evaluate(fresh))
+
+    def _take(self, trials: Iterable[Trial]) -> None:
+        for trial in trials:
+            self._budget.used += 1
+            self._trials[trial.candidate.key] = trial
+
+
+#: Candidates that are given to be run together.
+AT_ONCE = 4
+
+
+class Guess:
+    """What a set of changes would do if each did what it does alone: factors on the time and on each category."""
+
+    __slots__ = ("candidate", "peak_bytes", "time")
+
+    def __init__(self, baseline: Trial, singles: Sequence[Trial]) -> None:
+        self.candidate = Candidate(changes=tuple(t.candidate.changes[0] for t in singles))
+        self.time = math.prod(t.expected_time if math.isfinite(t.expected_time) else 1.0 for t in singles)
+        parts = parts_of(baseline)
+        for trial in singles:
+            for what, factor in factors(baseline, trial).items():
+                parts[what] *= min(1.0, factor)
+        self.peak_bytes = sum(parts.values())
+
+
+def parts_of(trial: Trial) -> dict[str, float]:
+    """Return the bytes of the peak by category, with what is cached and what is outside the allocator."""
+    measured = trial.measurement
+    assert measured is not None
+    breakdown = measured.breakdown or Breakdown(unknown_bytes=measured.demand.allocated_bytes)
+    parts = {f.name: float(getattr(breakdown, f.name)) for f in fields(Breakdown)}
+    parts["cached_bytes"] = float(measured.demand.reserved_bytes - measured.demand.allocated_bytes)
+    parts["outside_bytes"] = float(measured.demand.device_bytes - measured.demand.reserved_bytes)
+    return parts
+
+
+def factors(baseline: Trial, trial: Trial) -> dict[str, float]:
+    """Return what a trial makes of each part of the baseline's peak; 1 where the baseline has none of it."""
+    before, after = parts_of(baseline), parts_of(trial)
+    return {what: after[what] / size if size else 1.0 for what, size in before.items()}
+
+
+def _sets(moves: Sequence[Change]) -> Iterator[tuple[Change, ...]]:
+    for size in range(2, MOST_CHANGES + 1):
+        for chosen in itertools.combinations(moves, size):
+            if conflict(chosen) is None:
+                yield chosen

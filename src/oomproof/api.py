@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,19 +13,17 @@ from typing import IO, Any
 from oomproof.capture import write_capture
 from oomproof.errors import EnvironmentMissingError, OomproofError, ScriptError, UsageError
 from oomproof.gpus import GPUSpec, default_gpu, get_gpu, with_memory
-from oomproof.measure.assemble import Outcome, assemble, files, merge, read_outcome
+from oomproof.measure.assemble import Outcome, assemble, files, merge
 from oomproof.measure.measurement import Measurement
 from oomproof.measure.profile import Profile
 from oomproof.measure.ranks import that_can_differ, which_were_measured
-from oomproof.phantom import launch, messages
+from oomproof.phantom import launch
 from oomproof.plan.technique import Change
+from oomproof.running import Runner
 from oomproof.units import parse_size
 
 UNKNOWN_COUNTS = ("range", "few", "many")
-POLL_SECONDS = 0.05
 GPUS_PER_MACHINE = 8  # of a world that does not exist, when nothing says otherwise
-GRACE_SECONDS = 5.0  # between asking a command's processes to end and ending them
-STUCK_SECONDS = 60.0  # all ranks of a world wait for one another; a thread of one of them may still send
 
 
 def run(
@@ -102,7 +94,7 @@ def run(
     )
     if output is not None:
         _check_output(Path(output))
-    with contextlib.closing(_Runner(job.program, job.folder, job.env, quiet, on_step, stdout)) as runner:
+    with contextlib.closing(Runner(job.program, job.folder, job.env, quiet, on_step, stdout)) as runner:
         result = measure(job, runner)
         if output is not None:
             try:
@@ -201,7 +193,7 @@ def prepare(
     return job.with_changes(changes) if changes else job
 
 
-def measure(job: Job, runner: _Runner) -> Result:
+def measure(job: Job, runner: Runner) -> Result:
     """Run a job: once on the GPU's memory, and again where that leaves something open."""
     settings = job.settings
     world_folder = runner.new_folder()
@@ -339,7 +331,7 @@ def _divisor(size: int, most: int) -> int:
     return next(count for count in range(most, 0, -1) if size % count == 0)
 
 
-def _measure(runner: _Runner, settings: launch.Settings) -> tuple[Outcome, Outcome | None]:
+def _measure(runner: Runner, settings: launch.Settings) -> tuple[Outcome, Outcome | None]:
     """Run the command on the GPU's memory and, when an allocation failed, without limit."""
     limited = runner.go(settings)
     if limited.interrupted and not limited.findings:  # the processes had to be killed: nothing to assemble
@@ -353,7 +345,7 @@ def _measure(runner: _Runner, settings: launch.Settings) -> tuple[Outcome, Outco
 
 
 def _measure_ranks(
-    runner: _Runner, settings: launch.Settings, size: int, wanted: Sequence[int] | None, folder: Path
+    runner: Runner, settings: launch.Settings, size: int, wanted: Sequence[int] | None, folder: Path
 ) -> tuple[Outcome, Outcome | None, list[str]]:
     """Measure ranks of a world that does not exist, one after another; ``wanted`` is None for all that can differ."""
     measured: dict[int, tuple[Outcome, Outcome | None]] = {}
@@ -396,179 +388,3 @@ def _check_output(path: Path) -> None:
         raise UsageError(f"there is no folder {path.parent} for the capture; create it first")
     if path.is_dir():
         raise UsageError(f"{path} is a folder; name a file such as {path / 'train.oomp'}")
-
-
-class _Runner:
-    """Runs the command, one to three times, each time in a folder of its own."""
-
-    def __init__(
-        self,
-        program: Sequence[str],
-        cwd: Path,
-        env: Mapping[str, str] | None,
-        quiet: bool,
-        on_step: Callable[[dict[str, Any]], None] | None,
-        stdout: int | IO[Any] | None,
-    ) -> None:
-        self.program = program
-        self.cwd = cwd
-        self.env = env
-        self.quiet = quiet
-        self.on_step = on_step
-        self.stdout = stdout
-        self.folders: list[Path] = []
-        self.runs = 0
-        self.senders: set[int] = set()  # ranks that were run for what they send to those that are measured
-
-    def new_folder(self) -> Path:
-        folder = Path(tempfile.mkdtemp(prefix="oomproof-"))
-        self.folders.append(folder)
-        return folder
-
-    def start(self, settings: launch.Settings, *, hidden: bool) -> _Started:
-        folder = self.new_folder()
-        log = open(folder / "output.txt", "wb") if hidden else None  # noqa: SIM115
-        try:
-            process = launch.start(
-                self.program,
-                settings,
-                folder,
-                stdout=log or self.stdout,
-                stderr=log,
-                env=self.env,
-                cwd=self.cwd,
-            )
-        finally:
-            if log is not None:
-                log.close()
-        return _Started(process, folder)
-
-    def go(self, settings: launch.Settings, purpose: str = "gpu") -> Outcome:
-        self.runs += 1
-        hidden = self.quiet or self.runs > 1  # what the script prints was shown the first time
-        started = self.start(settings, hidden=hidden)
-        about = {
-            "rank": settings.world.rank if settings.world else 0,
-            "unlimited": settings.unlimited,
-            "purpose": purpose,
-        }
-        interrupted = self._wait(started, settings, about)
-        outcome = read_outcome(started.folder, started.process.returncode, interrupted=interrupted)
-        failed = started.process.returncode and not any(f["ended"] == "oom" for f in outcome.findings)
-        if hidden and failed and not interrupted and not settings.unlimited:
-            sys.stderr.write(started.output())
-        return outcome
-
-    def _wait(self, started: _Started, settings: launch.Settings, about: dict[str, Any]) -> bool:
-        seen = 0
-        interrupted = False
-        beside = _Beside(self, settings, started)
-        progress = started.folder / "progress.json"
-        try:
-            while started.process.poll() is None:
-                time.sleep(POLL_SECONDS)
-                beside.look()
-                if self.on_step is not None and progress.exists():
-                    step = json.loads(progress.read_text())
-                    if step["step"] != seen:
-                        seen = step["step"]
-                        self.on_step({**step, "run": self.runs, **about})
-        except KeyboardInterrupt:
-            interrupted = True
-            started.signal(signal.SIGINT)
-            started.wait()
-        finally:
-            beside.end()
-        return interrupted
-
-    def close(self) -> None:
-        for folder in self.folders:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-class _Started:
-    """A command's processes, which are a group of their own, and the folder that they write to."""
-
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
-        self.process = process
-        self.folder = folder
-
-    def signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
-
-    def wait(self) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(GRACE_SECONDS)
-
-    def end(self) -> None:
-        self.signal(signal.SIGTERM)  # whatever the command left running
-        self.wait()
-        self.signal(signal.SIGKILL)
-        self.process.wait()
-
-    def output(self) -> str:
-        """Return the end of what a hidden command printed."""
-        return (self.folder / "output.txt").read_text(errors="replace")[-4000:]
-
-
-class _Beside:
-    """The command that is measured, and the ranks of its world that are run beside it for what they send."""
-
-    def __init__(self, runner: _Runner, settings: launch.Settings, measured: _Started) -> None:
-        self._runner = runner
-        self._settings = settings
-        self._world = settings.world
-        self._running = {self._world.rank if self._world else 0: measured}
-        self._stuck_since: float | None = None
-
-    def look(self) -> None:
-        """Start the ranks that are waited for. Raises ScriptError when what they should send never comes."""
-        if self._world is None:
-            return
-        waiting = messages.waiting(self._world.folder)
-        for rank, source, message in waiting:
-            sender = self._running.get(source)
-            if sender is None:
-                self._start(source, self._world)
-            elif sender.process.poll() is not None and not message.exists():  # asked last: it may just have come
-                if source == self._world.rank:
-                    return  # it was measured to its end; a sender that goes on without it doesn't matter
-                sys.stderr.write(sender.output())
-                raise ScriptError(_never_comes(rank, source, f"it ended with exit code {sender.process.returncode}"))
-        alive = {rank for rank, started in self._running.items() if started.process.poll() is None}
-        if alive and alive <= {rank for rank, *_ in waiting}:
-            self._stuck_since = self._stuck_since or time.monotonic()
-            if time.monotonic() - self._stuck_since > STUCK_SECONDS:
-                rank, source, _ = waiting[0]
-                raise ScriptError(_never_comes(rank, source, "all ranks wait for one another"))
-        else:
-            self._stuck_since = None
-
-    def _start(self, rank: int, world: launch.World) -> None:
-        steps = self._settings.steps
-        settings = replace(
-            self._settings,
-            unlimited=True,
-            steps=None if steps is None else steps + 1,  # one rank may be ahead by what it does after its last step
-            until_stable=False,
-            snapshot=False,
-            profile=False,
-            world=replace(world, rank=rank),
-        )
-        self._runner.senders.add(rank)
-        self._running[rank] = self._runner.start(settings, hidden=True)
-
-    def end(self) -> None:
-        """End them all."""
-        for started in self._running.values():
-            started.end()
-        if self._world is not None:
-            messages.forget_waiting(self._world.folder)
-
-
-def _never_comes(rank: int, source: int, why: str) -> str:
-    return (
-        f"rank {rank} waits for something that rank {source} does not send: {why}. If real ranks do not hang there, "
-        "measure with real processes: oomproof run -- torchrun --nproc-per-node N"
-    )

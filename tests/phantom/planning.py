@@ -17,6 +17,7 @@ from oomproof.measure.measurement import Measurement
 from oomproof.phantom import launch
 from oomproof.plan.facts import Facts
 from oomproof.plan.technique import Change
+from oomproof.running import Runner
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def measured(script: Path, *changes: Change, arguments: Sequence[str] = (), **op
     options.setdefault("gpu", "a100-80gb")
     job = api.prepare([PYTHON, str(script), *arguments], changes=changes, **options)
     job = replace(job, settings=replace(job.settings, survey=True))
-    with contextlib.closing(api._Runner(job.program, job.folder, job.env, True, None, None)) as runner:
+    with contextlib.closing(Runner(job.program, job.folder, job.env, True, None, None)) as runner:
         result = api.measure(job, runner)
     record = result.limited.changes[0]
     return Trial(result.measurement, Facts.from_json(record["facts"]), record["said"], record["refused"])

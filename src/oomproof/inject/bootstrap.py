@@ -13,11 +13,14 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from oomproof.inject.imports import before_import, when_imported
 from oomproof.phantom import standins, world
 from oomproof.phantom.device import MOST_GPUS, Device
+
+if TYPE_CHECKING:
+    from oomproof.inject.warm_child import Warm
 
 CONFIG = "config.json"
 GPU_STATE = "gpus.state"
@@ -32,7 +35,7 @@ def start(run_folder: str) -> None:
     folder = Path(run_folder)
     config = json.loads((folder / CONFIG).read_text())
     if not config["phantom"]:
-        when_imported("torch", lambda module: _change(module, config, folder))
+        when_imported("torch", lambda module: change(module, config, folder))
         return
     try:
         torch = standins.find_torch()
@@ -45,6 +48,19 @@ def start(run_folder: str) -> None:
     device = Device(standins.load(stand_ins, manifest))
     cuda_version = manifest["cuda_version"]
     assert isinstance(cuda_version, int)
+    configure(device, config, folder, cuda_version)
+    warm = None
+    if "warm" in config:
+        from oomproof.inject.warm_child import Warm
+
+        warm = Warm(device, config, cuda_version)
+    when_imported("torch", lambda module: _torch_imported(module, device, config, folder, warm))
+    if warm is not None:
+        warm.serve()  # comes back in a fork, which goes on as a process of its own run
+
+
+def configure(device: Device, config: dict[str, Any], folder: Path, cuda_version: int) -> None:
+    """Describe the GPUs of a run to the device library."""
     _give_each_rank_a_gpu(config)
     device.configure(
         config["gpus"],
@@ -54,7 +70,6 @@ def start(run_folder: str) -> None:
         keep_bytes=config["keep_bytes"],
         driver_version=cuda_version,
     )
-    when_imported("torch", lambda module: _torch_imported(module, device, config, folder))
 
 
 def _give_each_rank_a_gpu(config: dict[str, Any]) -> None:
@@ -69,7 +84,9 @@ def _refuse(folder: Path, message: str) -> None:
     sys.exit(f"oomproof: {message}")
 
 
-def _torch_imported(torch: ModuleType, device: Device, config: dict[str, Any], folder: Path) -> None:
+def _torch_imported(
+    torch: ModuleType, device: Device, config: dict[str, Any], folder: Path, warm: Warm | None = None
+) -> None:
     # A backward pass takes no time here, so a short script can end while autograd's thread still lets go of Python
     # objects; torch 2.14 then aborts ("terminate called without an active exception").
     atexit.register(time.sleep, AUTOGRAD_SECONDS)
@@ -78,18 +95,24 @@ def _torch_imported(torch: ModuleType, device: Device, config: dict[str, Any], f
     if is_compile_worker():
         return  # it has Triton compile kernels and allocates nothing
     layout = _set_up_world(torch, device, config, folder)
-    _change(torch, config, folder)
+    if warm is not None:
+        warm.layout = layout
     if config["observe"]:
         from oomproof.measure.observer import Observer
 
-        Observer(torch, device, config, folder, layout).install()
+        observer = Observer(torch, device, config, folder, layout)
+        observer.install()
+        if warm is not None:
+            warm.observer = observer
     else:
         from oomproof.measure.reads import fold_constants
 
         fold_constants(device, config)
+    if warm is None:  # else in the fork: changes belong to a run
+        change(torch, config, folder)
 
 
-def _change(torch: ModuleType, config: dict[str, Any], folder: Path) -> None:
+def change(torch: ModuleType, config: dict[str, Any], folder: Path) -> None:
     """Install a plan's changes, and what finds out about the script."""
     if (config["changes"] or config["survey"]) and not is_compile_worker():
         from oomproof.plan.injection import Injection

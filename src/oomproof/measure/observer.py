@@ -18,7 +18,7 @@ from time import time_ns
 from types import ModuleType
 from typing import Any
 
-from oomproof.measure import leaving, versions
+from oomproof.measure import leaving, modules, versions
 from oomproof.measure.counters import Counters
 from oomproof.measure.hooks import Hooks
 from oomproof.measure.ledger import Label, Ledger, Mark, Tag, breakdown
@@ -94,6 +94,16 @@ class Observer:
         self.torch.cuda._lazy_call(self._cuda_ready)
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=self._forked)
+
+    def wake(self, folder: Path) -> None:
+        """Begin in the fork of a process that has imported modules and done nothing else: this process is the run."""
+        if self.left_gate:
+            self.reads.come_back()
+        self.left_gate = self.forked = False
+        self.folder = folder
+        self.pid = os.getpid()
+        self.profiling = bool(self.config["profile"])
+        self.started = self.step_started = time.perf_counter()
 
     def _forked(self) -> None:
         """A forked child: a DataLoader worker, or a process that will use the GPU itself if its parent has not."""
@@ -326,6 +336,8 @@ class Observer:
         self.finished = True
         self.hooks.remove()
         _write(self.folder / f"process-{self.pid}.json", self._findings(why, error))
+        if self.config.get("list_modules"):
+            _write(self.folder / f"modules-{self.pid}.json", modules.imported())
 
     def _findings(self, why: str, error: BaseException | None, brief: bool = False) -> dict[str, Any]:
         """Return what is known of this process; ``brief`` leaves the trace unread, and with it the breakdown."""

@@ -15,6 +15,7 @@ from typing import IO, Any
 import oomproof
 from oomproof.errors import UsageError
 from oomproof.gpus import GPUSpec
+from oomproof.inject.bootstrap import CONFIG as CONFIG
 from oomproof.phantom import standins, world
 from oomproof.phantom.device import MOST_GPUS as MOST_GPUS
 
@@ -59,6 +60,7 @@ class Settings:
     changes: tuple[dict[str, Any], ...] = ()  # of a plan, as plan.technique.Change.to_json gives them
     survey: bool = False  # find out about the script what the planner wants to know
     world: World | None = None  # None: the world is the processes that the command starts
+    list_modules: bool = False  # say which modules were imported, for a warm process
 
     def to_config(self) -> dict[str, Any]:
         """Return what ``inject.bootstrap`` reads."""
@@ -79,6 +81,7 @@ class Settings:
             "changes": list(self.changes),
             "survey": self.survey,
             "world": self.world.to_config() if self.world else None,
+            "list_modules": self.list_modules,
         }
 
 
@@ -198,6 +201,15 @@ def environment(run_folder: Path, base: Mapping[str, str] | None = None, *, phan
     return env
 
 
+def variables(settings: Settings, run_folder: Path, base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the whole environment of a command: the phantom's, and what torchrun sets for a rank of a world."""
+    env = environment(run_folder, base, phantom=settings.phantom)
+    if settings.world is not None:
+        place = settings.world
+        env.update(world.environment(place.size, place.rank, place.local_size))
+    return env
+
+
 def _kernel_cache(run_folder: Path) -> Path:
     folder = standins.cache_root() / "triton"
     try:
@@ -222,14 +234,10 @@ def start(
 
     ``run_folder`` is an existing empty folder; the processes leave what they measured in it.
     """
-    (run_folder / "config.json").write_text(json.dumps(settings.to_config()))
-    variables = environment(run_folder, env, phantom=settings.phantom)
-    if settings.world is not None:
-        place = settings.world
-        variables.update(world.environment(place.size, place.rank, place.local_size))
+    (run_folder / CONFIG).write_text(json.dumps(settings.to_config()))
     return subprocess.Popen(
         command,
-        env=variables,
+        env=variables(settings, run_folder, env),
         stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,  # another session's terminal
         stdout=stdout,
         stderr=stderr,

@@ -31,10 +31,14 @@ class Messages:
     """What ranks left for each other, a file each in a folder that they share."""
 
     def __init__(self, folder: Path, rank: int, runner: int) -> None:
-        self._folder = folder
         self._rank = rank
-        self._runner = runner  # the process that starts the senders
         self._numbers: dict[str, int] = {}
+        self.move(folder, runner)
+
+    def move(self, folder: Path, runner: int) -> None:
+        """Use this folder; ``runner`` is the process that starts the senders."""
+        self._folder = folder
+        self._runner = runner
         (folder / WANTED).mkdir(exist_ok=True)
 
     def _path(self, what: str, source: int, to: object, ranks: tuple[int, ...]) -> Path:

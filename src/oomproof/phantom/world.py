@@ -60,6 +60,8 @@ class Layout:
         self._groups: dict[tuple[int, ...], bool] = {}
         #: Who knows what tensors hold.
         self.values = Values()
+        #: What ranks that do not exist leave each other.
+        self.messages: Messages | None = None
 
     def add(self, ranks: tuple[int, ...]) -> None:
         """Note a group."""
@@ -87,7 +89,7 @@ def install(torch: ModuleType, config: dict[str, Any], next_split: Callable[[int
         return None
     layout = watch_groups(distributed, next_split)
     size, rank = config["size"], config["rank"]
-    messages = Messages(Path(config["folder"]), rank, config["runner"])
+    layout.messages = messages = Messages(Path(config["folder"]), rank, config["runner"])
     _answer_rendezvous(distributed, _store_class(distributed)(size, rank, messages), size, rank)
     _answer_gloo(distributed)
     _answer_cpu_collectives(torch, distributed)

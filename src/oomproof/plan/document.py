@@ -112,7 +112,9 @@ class Plan:
         try:
             table = parse_toml(text)
         except ValueError as error:
-            raise CaptureError(f"{where} is no plan: it is not TOML ({error}); write one with `oomproof plan -o`") from None
+            raise CaptureError(
+                f"{where} is no plan: it is not TOML ({error}); write one with `oomproof plan -o`"
+            ) from None
         if table.get("schema") != SCHEMA:
             raise CaptureError(f"{where} has schema {table.get('schema')!r}, only {SCHEMA!r} can be read; plan again")
         try:
@@ -177,4 +179,6 @@ def write_plan(path: Path, plan: Plan) -> None:
         scratch.write_text(plan.to_toml(), encoding="utf-8")
         scratch.replace(path)
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; name a file in a folder that can be written") from None
+        raise UsageError(
+            f"cannot write {path}: {error.strerror}; name a file in a folder that can be written"
+        ) from None

@@ -51,9 +51,7 @@ class Trials:
         told: Callable[[Trial], None] | None = None,
     ) -> None:
         self._job = job
-        self._bench = Bench(
-            job.program, cwd=job.folder, env=job.env, executor=executor, workers=workers, warm=warm
-        )
+        self._bench = Bench(job.program, cwd=job.folder, env=job.env, executor=executor, workers=workers, warm=warm)
         self._told = told
         self._baseline: Work | None = None
         self._seconds = 0.0
@@ -72,7 +70,9 @@ class Trials:
         """Run the script as it is and find out about it. Raises OomproofError where it does not run at all."""
         ran = next(self._run([Candidate(changes=())], survey=True))
         if ran.trial.verdict == "failed":
-            raise OomproofError(f"the script does not run as it is, so there is nothing to plan for: {ran.trial.reason}")
+            raise OomproofError(
+                f"the script does not run as it is, so there is nothing to plan for: {ran.trial.reason}"
+            )
         if ran.facts is None:
             raise OomproofError("the script never imported torch; write the training command after --")
         self._baseline = ran.work

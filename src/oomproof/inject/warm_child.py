@@ -1,0 +1,233 @@
+"""A process that has imported torch and a script's libraries, and forks itself for each run of the script.
+
+It is started with the script's own command line. Python imports ``sitecustomize`` before it looks at the script, and
+that is where the process stays: it imports, then waits for requests. A fork takes on the folder, the environment and
+the files of its request and returns, whereupon Python goes on to run the script as it would in a fresh process:
+``__main__``, ``sys.path``, exit codes and the end of the interpreter are Python's own.
+
+Runs inside the user's interpreter. Python 3.9, standard library and torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from oomproof.inject import bootstrap
+from oomproof.measure.modules import is_library
+from oomproof.phantom import world
+from oomproof.phantom.device import Device
+
+if TYPE_CHECKING:
+    from oomproof.measure.observer import Observer
+
+REQUEST = "request.json"
+MOST_BYTES = 1 << 16  # of one message
+FILES = 3  # standard input, output, error
+PR_SET_PDEATHSIG = 1  # sys/prctl.h
+
+#: jemalloc (in pyarrow) starts its thread anew in a fork, when it needs one.
+FORK_SAFE_THREADS = ("jemalloc_bg_thd",)
+
+
+class Warm:
+    """What a warm process holds: the imported modules, and what of the bootstrap belongs to a run."""
+
+    def __init__(self, device: Device, config: dict[str, Any], cuda_version: int) -> None:
+        self.observer: Observer | None = None
+        self.layout: world.Layout | None = None
+        self._device = device
+        self._config = config
+        self._cuda_version = cuda_version
+        self._wanted = config.pop("warm")
+        self._socket = socket.socket(fileno=self._wanted["socket"])
+        self._running: dict[int, int] = {}  # process: its pidfd, -1 where there is none
+
+    def serve(self) -> None:
+        """Import, then fork for each request; returns in the fork only."""
+        before = dict(os.environ)
+        self._import(self._wanted["modules"])
+        self._changed = {k: v for k, v in os.environ.items() if before.get(k) != v}
+        self._gone = [k for k in before if k not in os.environ]
+        self._tell({"ready": True})
+        selector = selectors.DefaultSelector()
+        selector.register(self._socket, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is not self._socket:
+                    selector.unregister(key.fileobj)
+                    self._report(key.data)
+                    continue
+                message, files, _, _ = socket.recv_fds(self._socket, MOST_BYTES, FILES)
+                if not message:
+                    self._leave()
+                child = self._fork(Path(message.decode()), files)
+                if child is None:
+                    selector.close()
+                    return
+                self._running[child] = os.pidfd_open(child)
+                selector.register(self._running[child], selectors.EVENT_READ, child)
+
+    # ---- importing -------------------------------------------------------------------------------------------------
+
+    def _import(self, names: Iterable[str]) -> None:
+        """Import the modules. Ends the process at the first that a fork could not go on from; it's told which."""
+        torch = importlib.import_module("torch")
+        own = set(self._wanted["own"])
+        asked = _watch(torch)
+        for name in names:
+            if name in sys.modules:
+                continue
+            try:
+                importlib.import_module(name)
+            except Exception as error:  # noqa: BLE001 # whatever a library's own code raises; it's told and left out
+                self._drop(name, f"{type(error).__name__}: {error}")
+            taken = [n for n in own.intersection(sys.modules) if is_library(_origin(sys.modules[n]))]
+            if taken:
+                self._drop(name, f"it imports {taken[0]}, which for the script is a module of its own")
+            if _threads() and _threads_after_a_fork():
+                self._drop(name, f"it starts a thread, {_threads()[0]}")
+            if asked:
+                self._drop(name, f"it calls torch._C.{asked[0]}, after which torch refuses CUDA in forked processes")
+        for attribute, original in asked.originals.items():
+            setattr(torch._C, attribute, original)
+        if _forks_badly(torch):
+            self._drop(None, "torch refuses CUDA in processes forked from it")
+
+    def _drop(self, name: str | None, why: str) -> None:
+        self._tell({"drop": name, "why": why})
+        os._exit(1)
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def _fork(self, folder: Path, files: list[int]) -> int | None:
+        """Return the child's number; None in the child."""
+        server = os.getpid()
+        child = os.fork()
+        if child:
+            for file in files:
+                os.close(file)
+            self._tell({"started": child, "folder": str(folder)})
+            return child
+        self._become(folder, files, server)
+        return None
+
+    def _become(self, folder: Path, files: list[int], server: int) -> None:
+        """Be the process of a run, as if it had been started for it."""
+        os.setsid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server:
+            os._exit(1)
+        self._socket.close()
+        for descriptor in self._running.values():
+            os.close(descriptor)
+        for target, file in enumerate(files):
+            os.dup2(file, target)
+            os.close(file)
+        request = json.loads((folder / REQUEST).read_text())
+        os.environ.clear()
+        os.environ.update(request["env"])
+        os.environ.update({k: v for k, v in self._changed.items() if k not in self._wanted["late"]})
+        for name in self._gone:
+            os.environ.pop(name, None)
+        sys.argv[1:] = request["arguments"]
+        if hasattr(sys, "orig_argv"):
+            sys.orig_argv[:] = request["command"]
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed()  # from the system, as in a process of its own
+        self._config.clear()
+        self._config.update(json.loads((folder / bootstrap.CONFIG).read_text()))
+        bootstrap.configure(self._device, self._config, folder, self._cuda_version)
+        if self._config["world"] is None:
+            self._device.share(str(folder / world.MESSAGES))
+        elif self.layout is not None and self.layout.messages is not None:
+            self.layout.messages.move(Path(self._config["world"]["folder"]), self._config["world"]["runner"])
+        if self.observer is not None:
+            self.observer.wake(folder)
+        bootstrap.change(sys.modules["torch"], self._config, folder)
+
+    def _report(self, child: int) -> None:
+        _, status = os.waitpid(child, 0)
+        os.close(self._running.pop(child))
+        self._tell({"ended": child, "code": os.waitstatus_to_exitcode(status)})
+
+    def _tell(self, what: dict[str, Any]) -> None:
+        try:
+            self._socket.send(json.dumps(what).encode()[:MOST_BYTES])
+        except OSError:
+            self._leave()
+
+    def _leave(self) -> None:
+        """End with all runs: whoever asked for them is gone."""
+        for child in self._running:
+            try:
+                os.killpg(child, signal.SIGKILL)
+            except ProcessLookupError:
+                continue  # it has not made its group yet, and dies with this process
+        os._exit(0)
+
+
+def _origin(module: ModuleType) -> str:
+    return (module.__spec__ and module.__spec__.origin) or "built-in"
+
+
+class _Asked(list[str]):
+    """Functions of torch._C that were called although a process is never the same after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.originals: dict[str, Any] = {}
+
+
+def _watch(torch: Any) -> _Asked:
+    """Note calls of what starts CUDA, or makes torch register what forbids it in forks (torch 2.4 to 2.14)."""
+    asked = _Asked()
+
+    def noting(name: str, original: Any) -> Any:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            asked.append(name)
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in ("_cuda_init", "_cuda_getDeviceCount", "_cuda_getArchFlags"):
+        asked.originals[name] = getattr(torch._C, name)
+        setattr(torch._C, name, noting(name, asked.originals[name]))
+    return asked
+
+
+def _forks_badly(torch: Any) -> bool:
+    """Return whether torch would refuse to use CUDA in a fork of this process."""
+    return _code_of_fork(torch.cuda._is_in_bad_fork) != 0
+
+
+def _threads() -> list[str]:
+    """Return the names of the threads that a fork would miss."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    names.remove(Path("/proc/self/comm").read_text().strip())
+    return [name for name in names if name not in FORK_SAFE_THREADS]
+
+
+def _threads_after_a_fork() -> list[str]:
+    """Return the threads that are left once this process has forked: OpenBLAS, for one, ends its own before."""
+    _code_of_fork(lambda: 0)
+    return _threads()
+
+
+def _code_of_fork(function: Callable[[], int]) -> int:
+    child = os.fork()
+    if not child:
+        os._exit(int(function()))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -87,6 +87,10 @@ class Technique:
         """Return the environment variables to set before the script's process starts."""
         return {}
 
+    def world_size(self, options: Options) -> int | None:
+        """Return how many GPUs the script is to run on, one process each; None where it stays one process."""
+        return None
+
     def caution(self, facts: Facts, options: Options) -> str | None:
         """Return what the person must know before applying it to this script, None where there is nothing."""
         return None
@@ -119,6 +123,14 @@ def fidelity(changes: tuple[Change, ...]) -> str:
     return max((c.technique.fidelity_of(c.options) for c in changes), key=FIDELITIES.index, default="exact")
 
 
+def world_size(changes: tuple[Change, ...]) -> int | None:
+    """Return how many GPUs a set of changes runs on, None where none of them asks for a world.
+
+    The changes must not ``conflict``: those that ask for worlds ask for the same.
+    """
+    return next((size for c in changes if (size := c.technique.world_size(c.options)) is not None), None)
+
+
 def conflict(changes: tuple[Change, ...]) -> str | None:
     """Return why these cannot be applied together, None where they can."""
     for place, one in enumerate(changes):
@@ -127,4 +139,7 @@ def conflict(changes: tuple[Change, ...]) -> str | None:
                 return f"{one.name} is there twice"
             if other.name in one.technique.excludes or one.name in other.technique.excludes:
                 return f"{one.name} and {other.name} exclude each other"
+            sizes = one.technique.world_size(one.options), other.technique.world_size(other.options)
+            if None not in sizes and sizes[0] != sizes[1]:
+                return f"{one.name} is for {sizes[0]} GPUs and {other.name} for {sizes[1]}"
     return None

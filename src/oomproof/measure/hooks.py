@@ -320,7 +320,7 @@ class Hooks:
         self.observer.end_step()
 
     def stepping(self) -> list[tuple[str, int]]:
-        """Return the name of each optimizer with the bytes of its parameters that have gradients, of this rank's parts."""
+        """Return each optimizer's name, and the bytes of this rank's parts of its parameters that have gradients."""
         found = []
         for reference, _ in self.built.values():
             optimizer = reference()

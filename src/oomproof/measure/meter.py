@@ -14,6 +14,7 @@ Runs inside the user's process. Python 3.9.
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -93,6 +94,7 @@ class Meter(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
 
     def __init__(self, device: Any, phase: Callable[[], str]) -> None:
         super().__init__()
+        self._ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or max(1, torch.cuda.device_count())
         self._device = device
         self._phase = phase
         self._plans: dict[int, Plan] = {}
@@ -118,6 +120,7 @@ class Meter(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         self._uncounted: dict[str, int] = {}
         self._triton = 0
         self._seen_launches = 0
+        self._compilations = _compilations()
         self._launches = self._device.launches()
         self._graphs = self._device.graph_launches()
 
@@ -138,6 +141,13 @@ class Meter(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
     def restart(self) -> None:
         """Forget what was counted: the step turned out to go on."""
         self._clear()
+
+    def compiled(self) -> bool:
+        """Return whether something was compiled meanwhile, which runs and launches what a later step does not.
+
+        Up to 2.8 compiled code is compiled anew when a mode comes on: it is among the dispatch keys of each tensor.
+        """
+        return _compilations() > self._compilations
 
     def stop(self) -> None:
         """End; what was patched is put back."""
@@ -252,7 +262,7 @@ class Meter(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         elif name == "aten::copy_":
             pairs = [(args[0], args[1])]
         elif name == "aten::_foreach_copy_":
-            pairs = list(zip(args[0], args[1]))  # noqa: B905 - Python 3.9
+            pairs = list(zip(args[0], args[1]))  # Python 3.9 has no strict=
         else:
             return False
         if all(into.is_cuda == source.is_cuda for into, source in pairs):
@@ -318,7 +328,7 @@ class Meter(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
     # ---- the result ------------------------------------------------------------------------------------------------
 
     def record(self, optimizers: Iterable[tuple[str, int]], managed_bytes: int) -> dict[str, Any]:
-        """Return what was counted, as JSON; ``optimizers`` are names and bytes of the parameters that have gradients."""
+        """Return what was counted, as JSON; ``optimizers`` are names, and bytes of parameters that have gradients."""
         uncounted = [what if n == 1 else f"{what}, {n} x" for what, n in sorted(self._uncounted.items())]
         unseen = self._device.launches() - self._launches - self._seen_launches
         if unseen > 0:
@@ -336,8 +346,8 @@ class Meter(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         estimated = []
         if self._triton:
             estimated.append(
-                f"bytes of {self._triton} launches of Triton kernels: the sizes of the tensors that they were given, of "
-                "which a kernel may read a part"
+                f"bytes of {self._triton} launches of Triton kernels: the sizes of the tensors that they were given, "
+                "of which a kernel may read a part"
             )
         return {
             "version": VERSION,
@@ -352,8 +362,8 @@ class Meter(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
                 for (direction, phase, pinned, blocking), (count, size) in self._copies.items()
             ],
             "collectives": [
-                {"kind": kind, "phase": phase, "bytes": size, "ranks": len(ranks), "span": ranks[-1] - ranks[0] + 1,
-                 "first": ranks[0], "calls": calls}
+                {"kind": kind, "phase": phase, "bytes": size, "ranks": len(ranks),
+                 "nodes": len({rank // self._ranks_on_node for rank in ranks}), "calls": calls}
                 for (kind, phase, size, ranks), (calls, _) in self._collectives.items()
             ],
             "uncounted": uncounted,
@@ -364,7 +374,7 @@ class Meter(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
 class Plan:
     """What one operator's schema says of the memory that it touches, worked out once."""
 
-    __slots__ = ("collective", "fixed", "func", "gathers", "heavy", "higher_order", "name", "non_blocking", "overwrites",
+    __slots__ = ("collective", "func", "gathers", "heavy", "higher_order", "name", "non_blocking", "overwrites",
                  "scatters", "skipped", "views", "written")  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -377,7 +387,6 @@ class Plan:
         self.skipped = self.name in _SAVES_NOTHING or namespace in ("prim", "profiler")
         self.skipped |= namespace in COLLECTIVES and self.collective is None
         self.written: dict[Any, bool] = {}
-        self.fixed: dict[Any, Any] = {}
         self.views = False
         self.non_blocking: int | None = None
         if schema is None:
@@ -434,7 +443,7 @@ class Plan:
         return total + produced * (2 if self.gathers else 1)
 
     def flops(self, args: Any, kwargs: Any, out: Any) -> int | None:
-        """Return the FLOPs of a call, 0 for what multiplies no matrices, None for what does in a way that is not known."""
+        """Return the FLOPs of a call: 0 for what multiplies no matrices, None where it does and how is not known."""
         formula = _OWN.get(self.name)
         if formula is not None:
             return int(formula(args, kwargs, out))
@@ -466,10 +475,15 @@ def _size(tensor: Any) -> int:
     return size
 
 
+def _compilations() -> int:
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["frames"]["total"]) if dynamo is not None else 0
+
+
 def _tf32() -> tuple[bool, bool]:
     """Return whether fp32 matrix products, and convolutions, may run in TF32."""
     found = []
-    for ask in (lambda: torch._C._get_cublas_allow_tf32(), lambda: torch._C._get_cudnn_allow_tf32()):
+    for ask in (torch._C._get_cublas_allow_tf32, torch._C._get_cudnn_allow_tf32):
         try:
             found.append(bool(ask()))
         except RuntimeError:  # from 2.9 on, where the script used the newer settings: ask those
@@ -483,7 +497,7 @@ def _tf32() -> tuple[bool, bool]:
 
 def _product(args: Any, kwargs: Any, out: Any) -> int:
     (m, k), n = args[0].shape[-2:], args[1].shape[-1]
-    return 2 * m * k * n
+    return int(2 * m * k * n)
 
 
 def _grouped(args: Any, kwargs: Any, out: Any) -> int:
@@ -515,7 +529,7 @@ def _cudnn_attention_backward(args: Any, kwargs: Any, out: Any) -> int:
         bool(value)
         for value, argument in zip(
             args, torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default._schema.arguments
-        )  # noqa: B905, E501
+        )
         if argument.name == "is_causal"
     )
     return flops // (2 if causal else 1)
@@ -534,7 +548,7 @@ def _recurrent_backward(args: Any, kwargs: Any, out: Any) -> int:
 
 _OWN: dict[str, Callable[[Any, Any, Any], int]] = {
     "aten::_addmm_activation": lambda args, kwargs, out: _product(args[1:], kwargs, out),
-    "aten::addbmm": lambda args, kwargs, out: args[1].shape[0] * _product(args[1:], kwargs, out),
+    "aten::addbmm": lambda args, kwargs, out: int(args[1].shape[0]) * _product(args[1:], kwargs, out),
     "aten::_int_mm": _product,
     "aten::_scaled_mm": _product,
     "aten::_grouped_mm": _grouped,
@@ -594,7 +608,7 @@ def _of_inductor(kernel: Any, args: Any, kwargs: Any) -> tuple[str, int, bool]:
     names = list(kernel.fn.arg_names)
     mutated = set(getattr(kernel, "mutated_arg_names", ()) or ())
     total = 0
-    for key, value in itertools.chain(zip(names, args), kwargs.items()):  # noqa: B905 - Python 3.9
+    for key, value in itertools.chain(zip(names, args), kwargs.items()):  # Python 3.9 has no strict=
         if isinstance(value, torch.Tensor):
             both = key.startswith("in_out_ptr") or (key in mutated and not key.startswith("out_ptr"))
             total += _size(value) * (2 if both else 1)

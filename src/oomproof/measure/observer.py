@@ -87,6 +87,7 @@ class Observer:
         self.finished = False
         self.measured: dict[str, Any] | None = None  # the findings, while one step more is counted
         self.metering: Meter | None = None
+        self.metered_again = False
         self.recording = False
         self.trace_entries = TRACE_ENTRIES
         self.hooks = Hooks(torch, self)
@@ -256,6 +257,10 @@ class Observer:
     def _end_metering(self, reason: str | None = None) -> None:
         assert self.measured is not None
         if self.metering is not None and reason is None:
+            if self.metering.compiled() and not self.metered_again:
+                self.metered_again = True
+                self.metering.restart()
+                return
             self.metering.stop()
             self.measured["work"] = self.metering.record(self.hooks.stepping(), self.device.managed_peak())
         self.measured["no_work"] = reason

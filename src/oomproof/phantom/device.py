@@ -185,7 +185,7 @@ class Device:
         return name.decode()
 
     def launches(self) -> int:
-        """Return how many kernels this process has launched; those of cuBLAS, cuDNN and NCCL and in graphs are not seen."""
+        """Return how many kernels this process has launched, but for those of cuBLAS, cuDNN, NCCL and in graphs."""
         return int(self._library.oom_launches())
 
     def graph_launches(self) -> int:

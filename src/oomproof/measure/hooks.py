@@ -319,6 +319,18 @@ class Hooks:
         self.gradients = None
         self.observer.end_step()
 
+    def stepping(self) -> list[tuple[str, int]]:
+        """Return each optimizer's name, and the bytes of this rank's parts of its parameters that have gradients."""
+        found = []
+        for reference, _ in self.built.values():
+            optimizer = reference()
+            if optimizer is None:
+                continue
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            parts = [part for p in parameters for part in _parts(p, self.torch.Tensor)]
+            found.append((type(optimizer).__name__, sum(p.numel() * p.element_size() for p in parts)))
+        return found
+
     # Where no optimizer of torch's was built, a step has happened when the gradients that the last backward pass left
     # are gone or were written to, or parameters were. Clipping writes to gradients too, so this is a last resort.
 

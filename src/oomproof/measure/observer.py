@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import time_ns
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from oomproof.measure import leaving, modules, versions
 from oomproof.measure.counters import Counters
@@ -29,6 +29,9 @@ from oomproof.measure.surroundings import choices_by_time
 from oomproof.phantom import device as phantom_device
 from oomproof.phantom.device import Device
 from oomproof.phantom.world import Layout
+
+if TYPE_CHECKING:
+    from oomproof.measure.meter import Meter
 
 #: Allocator events kept between two readings of the trace; each costs about 200 bytes of host memory.
 TRACE_ENTRIES = 2_000_000
@@ -82,6 +85,9 @@ class Observer:
         self.forked = False
         self.left_gate = False
         self.finished = False
+        self.measured: dict[str, Any] | None = None  # the findings, while one step more is counted
+        self.metering: Meter | None = None
+        self.metered_again = False
         self.recording = False
         self.trace_entries = TRACE_ENTRIES
         self.hooks = Hooks(torch, self)
@@ -108,6 +114,8 @@ class Observer:
     def _forked(self) -> None:
         """A forked child: a DataLoader worker, or a process that will use the GPU itself if its parent has not."""
         self.left_gate = self.reads.leave()
+        if self.metering is not None:
+            self.metering.stop()
         if self.counters.ready:
             self.finished = True
             self.hooks.active = False
@@ -191,6 +199,9 @@ class Observer:
             return
         if self._in_a_world():
             self._let_go()
+        if self.measured is not None:
+            self._end_metering()
+            return
         if self.oom is not None:
             self.oom["caught"] = True
         now = time.perf_counter()
@@ -228,6 +239,42 @@ class Observer:
         if self.per_step:
             self.merged = self.per_step.pop()
             self.step -= 1
+        if self.metering is not None:
+            self.metering.restart()
+
+    # ---- the work of one step more ---------------------------------------------------------------------------------
+
+    def _begin_metering(self, why: str) -> None:
+        """Take the findings as they are and count what the next step executes, however much memory that takes."""
+        from oomproof.measure.meter import Meter
+
+        # through JSON: what goes on must not change them
+        self.measured = json.loads(json.dumps(self._findings(why, None)))
+        self.device.lift_limit()
+        meter = Meter(self.device, self._part_of_step)
+        reason = meter.start()
+        if reason is None:
+            self.metering = meter
+        else:
+            self._end_metering(reason)
+
+    def _part_of_step(self) -> str:
+        hooks = self.hooks
+        if hooks.phase == "optimizer" or not hooks.in_backward:
+            return hooks.phase
+        return "recompute" if self.torch.is_grad_enabled() else "backward"
+
+    def _end_metering(self, reason: str | None = None) -> None:
+        assert self.measured is not None
+        if self.metering is not None and reason is None:
+            if self.metering.compiled() and not self.metered_again:
+                self.metered_again = True
+                self.metering.restart()
+                return
+            self.metering.stop()
+            self.measured["work"] = self.metering.record(self.hooks.stepping(), self.device.managed_peak())
+        self.measured["no_work"] = reason
+        self.stop(self.measured["ended"])
 
     # ---- reading the trace -----------------------------------------------------------------------------------------
 
@@ -273,6 +320,8 @@ class Observer:
     # ---- out of memory, the end ------------------------------------------------------------------------------------
 
     def _out_of_memory(self, device: int, size: int, device_total: int, device_free: int) -> None:
+        if self.measured is not None:
+            return
         if self.oom is None or self.oom["caught"]:  # the last one is the one that ends a script
             free = f"{device_free / 2**30:.2f} GiB of {device_total / 2**30:.2f} GiB is free"
             self._note_oom(
@@ -311,6 +360,9 @@ class Observer:
         """
         if os.getpid() != self.pid:
             return
+        if self.config["meter"] and self.measured is None:
+            self._begin_metering(why)
+            return
         self.finish(why)
         for stream in (sys.stdout, sys.stderr):
             try:
@@ -335,7 +387,7 @@ class Observer:
             return
         self.finished = True
         self.hooks.remove()
-        _write(self.folder / f"process-{self.pid}.json", self._findings(why, error))
+        _write(self.folder / f"process-{self.pid}.json", self.measured or self._findings(why, error))
         if self.config.get("list_modules"):
             _write(self.folder / f"modules-{self.pid}.json", modules.imported())
 
@@ -416,6 +468,8 @@ class Observer:
             "notes": [*self.config.get("notes", []), *self.notes, *self.reads.notes(), *choices_by_time()],
             "snapshot": snapshot_path,
             "profile": profile_path,
+            "work": None,
+            "no_work": "the script ended before a whole step could be counted" if self.config["meter"] else None,
             "seconds": time.perf_counter() - self.started,
         }
         if not self.per_step:

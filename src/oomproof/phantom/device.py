@@ -86,6 +86,8 @@ class Device:
         library.oom_fill.restype = None
         library.oom_unanswered.restype = ctypes.c_uint64
         library.oom_last_kernel.restype = ctypes.c_char_p
+        library.oom_launches.restype = ctypes.c_uint64
+        library.oom_graph_launches.restype = ctypes.c_uint64
 
     def configure(
         self,
@@ -181,6 +183,18 @@ class Device:
         """Return the mangled name of the kernel that this thread launched last, "" for none or one of a JIT's."""
         name: bytes = self._library.oom_last_kernel()
         return name.decode()
+
+    def launches(self) -> int:
+        """Return how many kernels this process has launched, but for those of cuBLAS, cuDNN, NCCL and in graphs."""
+        return int(self._library.oom_launches())
+
+    def graph_launches(self) -> int:
+        """Return how many times this process has launched a CUDA graph."""
+        return int(self._library.oom_graph_launches())
+
+    def lift_limit(self) -> None:
+        """Have no allocation fail from now on."""
+        self._library.oom_lift_limit()
 
     def on_answer(self, callback: Callable[[str], None]) -> None:
         """Call ``callback(what)`` when a library answers with a number that only a kernel could have computed."""

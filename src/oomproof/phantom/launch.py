@@ -55,6 +55,7 @@ class Settings:
     until_stable: bool = False
     snapshot: bool = False
     profile: bool = False  # observe more, for the capture
+    meter: bool = False  # count what one step after the measured ones executes, for the cost of a step
     keep_bytes: int = KEEP_BYTES
     phantom: bool = True  # False: the real GPU, for what is done to the script alone
     changes: tuple[dict[str, Any], ...] = ()  # of a plan, as plan.technique.Change.to_json gives them
@@ -80,6 +81,7 @@ class Settings:
             "phantom": self.phantom,
             "changes": list(self.changes),
             "survey": self.survey,
+            "meter": self.meter,
             "world": self.world.to_config() if self.world else None,
             "list_modules": self.list_modules,
         }

@@ -30,7 +30,17 @@ from oomproof.phantom import launch
 LATE_VARIABLES = ("OOMPROOF_RUN", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 #: Settings that nothing reads before the script runs.
-LATE_SETTINGS = ("unlimited", "steps", "until_stable", "snapshot", "profile", "list_modules", "changes", "survey")
+LATE_SETTINGS = (
+    "unlimited",
+    "steps",
+    "until_stable",
+    "snapshot",
+    "profile",
+    "list_modules",
+    "changes",
+    "survey",
+    "meter",
+)
 
 #: Options of Python that a warm process is started with just like any other; -E and -I keep the phantom out.
 _PLAIN_OPTIONS = frozenset(("-u", "-O", "-OO", "-B", "-q", "-b", "-bb", "-d", "-v"))

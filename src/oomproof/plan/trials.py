@@ -16,9 +16,10 @@ from oomproof.measure.assemble import Outcome, assemble
 from oomproof.measure.measurement import Measurement
 from oomproof.phantom import launch
 from oomproof.plan.candidate import Candidate, Trial, Verdict
-from oomproof.plan.cost import Ratio, Work, relative_time
+from oomproof.plan.cost import Ratio, relative_time
 from oomproof.plan.facts import Facts
 from oomproof.plan.injection import EXIT_REFUSED
+from oomproof.plan.work import Work
 
 #: A candidate that takes so much longer than the script as it is hangs, or computes on the CPU what it should not.
 PATIENCE = 20
@@ -113,7 +114,6 @@ class Trials:
             changes=tuple(change.to_json() for change in candidate.changes),
             unlimited=unlimited,
             survey=survey,
-            survey_blocks=blocks,
             meter=True,
         )
         size = world_size(candidate) or self._job.world_size
@@ -149,7 +149,10 @@ class Trials:
         work, reason = _work(shown)
         time = None
         if work is not None and self._baseline is not None:
-            time = relative_time(work, self._baseline, self._job.settings.gpu)
+            retries = measured.allocator.retries if measured.fits else 0
+            time = relative_time(
+                work, self._baseline, self._job.settings.gpu, retries=-(-retries // max(1, measured.steps))
+            )
         trial = Trial(
             candidate=candidate,
             verdict=_verdict(measured),
@@ -192,5 +195,5 @@ def _work(outcome: Outcome) -> tuple[Work | None, str]:
     """Return what a run counted of a step, or why it has not."""
     records: list[Mapping[str, Any]] = [f["work"] for f in outcome.findings if f.get("work")]
     if not records:
-        return None, "nothing was counted: the script ended before a step after the measured ones"
+        return None, next((f["no_work"] for f in outcome.findings if f.get("no_work")), "nothing was counted")
     return Work.from_json(records[0]), ""

@@ -603,6 +603,24 @@ API CUresult cuOccupancyMaxActiveClusters(int *clusters, CUfunction function, co
     return CUDA_SUCCESS;
 }
 
+/* Triton's launcher and what is compiled by NVRTC; counted for the meter. */
+API CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                            unsigned block_y, unsigned block_z, unsigned shared, CUstream stream, void **parameters,
+                            void **extra) {
+    TRACE();
+    (void)function, (void)grid_x, (void)grid_y, (void)grid_z, (void)block_x, (void)block_y, (void)block_z;
+    (void)shared, (void)stream, (void)parameters, (void)extra;
+    oom_count_launch();
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra) {
+    TRACE();
+    (void)config, (void)function, (void)parameters, (void)extra;
+    oom_count_launch();
+    return CUDA_SUCCESS;
+}
+
 API CUresult cuStreamGetCtx(CUstream stream, CUcontext *context) {
     TRACE();
     (void)stream;

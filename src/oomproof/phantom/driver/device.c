@@ -105,6 +105,8 @@ static void after_fork_in_child(void) {
     if (state == &own_state) memset(&own_state, 0, sizeof own_state);
 }
 
+void oom_lift_limit(void) { unlimited = 1; }
+
 void oom_configure(const struct oom_gpu *described, int count, const char *state_path, int no_limit,
                    int rising_addresses, uint64_t keep, int version) {
     if (count > OOM_MAX_DEVICES) count = OOM_MAX_DEVICES;

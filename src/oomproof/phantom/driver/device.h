@@ -49,6 +49,7 @@ struct oom_event {
 OOM_EXPORT void oom_configure(const struct oom_gpu *gpus, int count, const char *state_path, int unlimited,
                               int rising_addresses, uint64_t keep_bytes, int driver_version);
 OOM_EXPORT void oom_set_binary_version(int version);
+OOM_EXPORT void oom_lift_limit(void); /* no allocation fails from now on: what was measured is measured */
 
 /* Devices. Numbers are those after CUDA_VISIBLE_DEVICES, read at the first call as the real driver does. */
 OOM_EXPORT int oom_device_count(void);
@@ -111,6 +112,10 @@ OOM_EXPORT void oom_answer(const char *what);
 OOM_EXPORT void oom_register_kernel(const void *function, const char *name);
 OOM_EXPORT void oom_launched(const void *function); /* NULL: one that nobody registered */
 OOM_EXPORT const char *oom_last_kernel(void);       /* mangled name of the last one that this thread launched, or "" */
+OOM_EXPORT void oom_count_launch(void);             /* one that says nothing of what is read back, such as Triton's */
+OOM_EXPORT uint64_t oom_launches(void);             /* kernels so far, those in graphs not among them */
+OOM_EXPORT void oom_count_graph_launch(void);
+OOM_EXPORT uint64_t oom_graph_launches(void);
 
 OOM_EXPORT int oom_values_kept(void); /* 0 where the system forbids overcommit: device memory cannot be touched */
 OOM_EXPORT void oom_note_values(const void *pointer, size_t size, int known); /* after writing to it directly */

@@ -1,6 +1,7 @@
-/* Which kernel was launched last, by its name: what a program then reads back may follow from that. */
+/* Which kernel was launched last, by its name: what a program then reads back may follow from that. And how many. */
 #include "internal.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 
 /* Host function -> name of the kernel: open addressing, at most half full. torch registers some 30,000. */
@@ -8,6 +9,7 @@ static struct kernel { const void *function; const char *name; } *kernels;
 static size_t capacity, registered;
 
 static _Thread_local const void *last;
+static atomic_uint_fast64_t launches, graph_launches;
 
 static struct kernel *slot(struct kernel *table, size_t size, const void *function) {
     size_t at = ((size_t)function >> 4) * 0x9E3779B97F4A7C15u & (size - 1);
@@ -36,7 +38,18 @@ void oom_register_kernel(const void *function, const char *name) {
     pthread_mutex_unlock(&oom_lock);
 }
 
-void oom_launched(const void *function) { last = function; }
+void oom_launched(const void *function) {
+    last = function;
+    oom_count_launch();
+}
+
+void oom_count_launch(void) { atomic_fetch_add_explicit(&launches, 1, memory_order_relaxed); }
+
+uint64_t oom_launches(void) { return atomic_load_explicit(&launches, memory_order_relaxed); }
+
+void oom_count_graph_launch(void) { atomic_fetch_add_explicit(&graph_launches, 1, memory_order_relaxed); }
+
+uint64_t oom_graph_launches(void) { return atomic_load_explicit(&graph_launches, memory_order_relaxed); }
 
 const char *oom_last_kernel(void) {
     pthread_mutex_lock(&oom_lock);

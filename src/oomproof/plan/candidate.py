@@ -63,7 +63,7 @@ class Trial:
     @property
     def peak_bytes(self) -> int | None:
         """Return the device memory that it takes when nothing holds it back."""
-        return self.measurement.demand.device_bytes if self.measurement else None
+        return self.measurement.demand.device_bytes if self.measurement is not None else None
 
     @property
     def expected_time(self) -> float:

@@ -67,6 +67,7 @@ class Facts(NamedTuple):
     backwards_per_step: int = 1
     allocator_config: str = ""
     script: str = ""  # SHA-256 of the script's text
+    gpus: int = 1  # that a plan may use; the planner says it, no run finds it out
 
     @property
     def blocks(self) -> tuple[BlockGroup, ...]:

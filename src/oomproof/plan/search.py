@@ -29,8 +29,8 @@ MOST_CHANGES = 4
 #: A guessed peak may be so much above the memory and the set is still tried: savings overlap.
 SLACK = 1.15
 
-#: Guessed times are off by so much at most; sets that could beat the best by that are tried too.
-TIME_SLACK = 1.05
+#: What could be faster than the best by less is not tried: a roofline tells no finer.
+FASTER = 0.995
 
 #: Where nothing is guessed to fit, so many of the smallest are tried for the answer how far it is.
 CLOSEST = 6
@@ -61,9 +61,9 @@ class Found:
 
     baseline: Trial
     trials: tuple[Trial, ...]  # in the order in which they were tried, without the baseline
-    unfit: tuple[tuple[str, str], ...]  # techniques that were not tried, and why
     winner: Trial | None
     out_of_budget: bool
+    unfit: tuple[tuple[str, str], ...] = ()  # techniques that were not tried, and why
 
     @property
     def closest(self) -> Trial:
@@ -82,11 +82,21 @@ class Found:
         return line
 
 
-def applicable(facts: Facts, allow: int, baseline: Trial | None = None) -> tuple[list[Change], list[tuple[str, str]]]:
+def applicable(
+    facts: Facts,
+    allow: int,
+    baseline: Trial | None = None,
+    *,
+    only: Sequence[str] = (),
+    without: Sequence[str] = (),
+) -> tuple[list[Change], list[tuple[str, str]]]:
     """Return the changes worth trying alone, mildest first, and the techniques that are not, with the reason."""
     moves: list[tuple[int, int, Change]] = []
     unfit: list[tuple[str, str]] = []
     for technique in techniques().values():
+        if (only and technique.name not in only) or technique.name in without:
+            unfit.append((technique.name, "left out, as asked"))
+            continue
         reason = technique.unfit(facts) or _pointless(technique, baseline)
         if reason is not None:
             unfit.append((technique.name, reason))
@@ -125,29 +135,22 @@ class Search:
     def __init__(
         self,
         *,
-        facts: Facts,
         baseline: Trial,
         memory_bytes: int,
         evaluate: Evaluate,
+        moves: Sequence[Change],
         allow: str = "approximate",
         budget: Budget | None = None,
         refine: Callable[[Trial | None, int], Iterable[Trial]] | None = None,
-        moves: Sequence[Change] | None = None,
     ) -> None:
-        """``refine`` yields trials of choices per block around the best so far, of a level of fidelity at most.
-
-        ``moves`` are the changes to try in place of all that make sense.
-        """
+        """``moves`` are the changes to try. ``refine`` yields trials of choices per block around the best so far."""
         self._baseline = baseline
         self._memory = memory_bytes
         self._evaluate = evaluate
         self._allow = LEVELS[allow]
         self._budget = budget or Budget()
         self._refine = refine
-        if moves is None:
-            self._moves, self._unfit = applicable(facts, self._allow, baseline)
-        else:
-            self._moves, self._unfit = list(moves), []
+        self._moves = list(moves)
         self._trials: dict[str, Trial] = {baseline.candidate.key: baseline}
 
     def run(self) -> Found:
@@ -161,7 +164,6 @@ class Search:
         return Found(
             baseline=self._baseline,
             trials=tuple(trials[1:]),
-            unfit=tuple(self._unfit),
             winner=best(trials),
             out_of_budget=self._budget.left() == 0,
         )
@@ -192,10 +194,10 @@ class Search:
         ahead = iter(guesses)
         while True:
             found = best(list(self._trials.values()))
-            limit = found.expected_time * TIME_SLACK if found is not None else math.inf
+            limit = found.expected_time * FASTER if found is not None else math.inf
             batch = []
             for guess in ahead:
-                if guess.time > limit:
+                if guess.time >= limit:
                     return
                 if guess.candidate.key not in self._trials:
                     batch.append(guess.candidate)

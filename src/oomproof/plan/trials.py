@@ -1,4 +1,7 @@
-"""Running candidates on the phantom: on the GPU's memory first and, where that is too little, without limit."""
+"""Running candidates on the phantom: without limit first, and on the GPU's memory where that could still do.
+
+What takes no more than the GPU has runs there as it does without limit, to the byte.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from oomproof.api import Job
 from oomproof.bench import Bench, Done, Request
@@ -15,10 +18,11 @@ from oomproof.errors import OomproofError
 from oomproof.measure.assemble import Outcome, assemble
 from oomproof.measure.measurement import Measurement
 from oomproof.phantom import launch
-from oomproof.plan.candidate import Candidate, Trial, Verdict
+from oomproof.plan.candidate import Candidate, Trial
 from oomproof.plan.cost import Ratio, relative_time
 from oomproof.plan.facts import Facts
 from oomproof.plan.injection import EXIT_REFUSED
+from oomproof.plan.technique import world_size
 from oomproof.plan.work import Work
 
 #: A candidate that takes so much longer than the script as it is hangs, or computes on the CPU what it should not.
@@ -26,14 +30,20 @@ PATIENCE = 20
 LEAST_SECONDS = 120.0
 
 
+class Tag(NamedTuple):
+    """Which run of which candidate an answer is of."""
+
+    candidate: Candidate
+    unlimited: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
     """What one candidate's runs left, before it is judged."""
 
     trial: Trial
-    facts: Facts | None
-    work: Work | None
-    blocks: Any = None  # a survey of its blocks, where one was asked for
+    facts: Facts | None = None
+    work: Work | None = None
 
 
 class Trials:
@@ -89,26 +99,35 @@ class Trials:
                 self._told(ran.trial)
             yield ran.trial
 
-    def survey_blocks(self, candidates: Sequence[Candidate]) -> Iterator[Ran]:
-        """Run candidates without limit and yield what each showed, with what its blocks took."""
-        yield from self._run(candidates, blocks=True)
-
     # ---- how ---------------------------------------------------------------------------------------------------------
 
-    def _run(self, candidates: Sequence[Candidate], *, survey: bool = False, blocks: bool = False) -> Iterator[Ran]:
-        limited: dict[str, Done] = {}
+    def _run(self, candidates: Sequence[Candidate], *, survey: bool = False) -> Iterator[Ran]:
+        """Run each without limit; on the GPU's memory too where giving back the cache could make it fit."""
+        first: dict[str, Ran] = {}
         for candidate in candidates:
-            self._submit(candidate, unlimited=blocks, survey=survey, blocks=blocks)
+            self._submit(candidate, unlimited=True, survey=survey)
         for done in self._bench.results():
+            assert isinstance(done.request.tag, Tag)
             candidate, unlimited = done.request.tag
-            first = limited.get(candidate.key)
-            if done.outcome is not None and done.outcome.troubled and not unlimited:
-                limited[candidate.key] = done
-                self._submit(candidate, unlimited=True, survey=survey, blocks=blocks)
-                continue
-            yield self._judge(candidate, first or done, done if first else None)
+            if unlimited:
+                ran = self._judge(candidate, done)
+                if self._could_fit(ran.trial):
+                    first[candidate.key] = ran
+                    self._submit(candidate, unlimited=False, survey=False)
+                else:
+                    yield ran
+            else:
+                yield self._on_own_memory(first.pop(candidate.key), done)
 
-    def _submit(self, candidate: Candidate, *, unlimited: bool, survey: bool, blocks: bool) -> None:
+    def _could_fit(self, trial: Trial) -> bool:
+        """Return whether a run that would take too much could still go on by giving back what is cached."""
+        measured = trial.measurement
+        if trial.verdict != "does-not-fit" or measured is None:
+            return False
+        needed = measured.demand.device_bytes - measured.demand.reserved_bytes + measured.demand.allocated_bytes
+        return needed <= measured.gpu.memory_bytes
+
+    def _submit(self, candidate: Candidate, *, unlimited: bool, survey: bool) -> None:
         settings = replace(
             self._job.settings,
             changes=tuple(change.to_json() for change in candidate.changes),
@@ -116,68 +135,66 @@ class Trials:
             survey=survey,
             meter=True,
         )
-        size = world_size(candidate) or self._job.world_size
+        size = world_size(candidate.changes) or self._job.world_size
         if size is not None:
-            local = min(size, self._job.settings.gpu_count if self._job.world_size else 8)
+            local = self._job.settings.gpu_count if self._job.world_size else size
             place = launch.World(size=size, rank=0, local_size=local, folder=Path(self._world_folder.name))
             settings = replace(settings, world=place, gpu_count=local)
         env: dict[str, str] = {}
         for change in candidate.changes:
             env.update(change.technique.environment(change.options, {**(self._job.env or {}), **env}))
         limit = max(LEAST_SECONDS, PATIENCE * self._seconds) if self._seconds else None
-        self._bench.submit(Request(settings=settings, tag=(candidate, unlimited), env=env, timeout_seconds=limit))
+        self._bench.submit(Request(settings=settings, tag=Tag(candidate, unlimited), env=env, timeout_seconds=limit))
 
-    def _judge(self, candidate: Candidate, done: Done, again: Done | None) -> Ran:
+    def _judge(self, candidate: Candidate, done: Done) -> Ran:
+        """Return what a run without limit showed."""
         self._seconds = self._seconds or done.seconds
         outcome = done.outcome
-        if outcome is None or (again is not None and again.outcome is None):
-            reason = done.error if outcome is None else again.error if again else None
-            return Ran(trial=_failed(candidate, reason or "it left nothing"), facts=None, work=None)
+        if outcome is None:
+            return Ran(trial=_failed(candidate, done.error or "it left nothing"))
         refused = next((c["refused"] for c in outcome.changes if c["refused"]), None)
         if refused is not None or outcome.exit_code == EXIT_REFUSED:
-            trial = Trial(candidate=candidate, verdict="cannot-apply", reason=refused or "a technique refused")
-            return Ran(trial=trial, facts=None, work=None)
+            return Ran(
+                trial=Trial(candidate=candidate, verdict="cannot-apply", reason=refused or "a technique refused")
+            )
         try:
-            measured = assemble(
-                self._job.words, self._job.settings.gpu, outcome, again.outcome if again else None, self._job.folder
-            )
+            measured = assemble(self._job.words, self._job.settings.gpu, outcome, None, self._job.folder)
         except OomproofError as error:
-            return Ran(trial=_failed(candidate, str(error)), facts=None, work=None)
+            return Ran(trial=_failed(candidate, str(error)))
         if measured.verdict == "unknown" or measured.ended in ("raised", "exited") or measured.steps == 0:
-            return Ran(trial=_failed(candidate, _why(measured, done), measured), facts=None, work=None)
-        shown = again.outcome if again is not None and again.outcome is not None else outcome
-        work, reason = _work(shown)
-        time = None
-        if work is not None and self._baseline is not None:
-            retries = measured.allocator.retries if measured.fits else 0
-            time = relative_time(
-                work, self._baseline, self._job.settings.gpu, retries=-(-retries // max(1, measured.steps))
-            )
+            return Ran(trial=_failed(candidate, _why(measured, done), measured))
+        if measured.demand.device_bytes > measured.gpu.memory_bytes:
+            measured = replace(measured, verdict="does-not-fit")
+        work, reason = _work(outcome)
         trial = Trial(
             candidate=candidate,
-            verdict=_verdict(measured),
+            verdict="fits" if measured.fits else "does-not-fit",
             measurement=measured,
-            time=time,
+            time=self._time(work, 0),
             time_reason=reason,
             said=tuple(entry for record in outcome.changes for entry in record["said"]),
         )
-        facts = next((c["facts"] for c in shown.changes if c.get("facts")), None)
-        return Ran(
-            trial=trial,
-            facts=Facts.from_json(facts) if facts else None,
-            work=work,
-            blocks=next((f.get("blocks") for f in shown.findings if f.get("blocks")), None),
-        )
+        facts = next((c["facts"] for c in outcome.changes if c.get("facts")), None)
+        return Ran(trial=trial, facts=Facts.from_json(facts) if facts else None, work=work)
 
+    def _on_own_memory(self, ran: Ran, done: Done) -> Ran:
+        """Return what a run on the GPU's memory adds to one without limit: whether it fits, and how often it tried."""
+        if done.outcome is None or not any(f["steps"] for f in done.outcome.findings):
+            return ran
+        demand = ran.trial.measurement
+        assert demand is not None
+        measured = assemble(self._job.words, self._job.settings.gpu, done.outcome, None, self._job.folder)
+        if not measured.fits:
+            return ran
+        measured = replace(measured, demand=demand.demand)
+        retries = -(-measured.allocator.retries // max(1, measured.steps))
+        trial = replace(ran.trial, verdict="fits", measurement=measured, time=self._time(ran.work, retries))
+        return replace(ran, trial=trial)
 
-def world_size(candidate: Candidate) -> int | None:
-    """Return the ranks that a candidate's changes spread the script over, None for one process as it is."""
-    sizes = [change.technique.world_size(change.options) for change in candidate.changes]
-    return max((size for size in sizes if size is not None), default=None)
-
-
-def _verdict(measured: Measurement) -> Verdict:
-    return "fits" if measured.fits else "does-not-fit"
+    def _time(self, work: Work | None, retries: int) -> Ratio | None:
+        if work is None or self._baseline is None:
+            return None
+        return relative_time(work, self._baseline, self._job.settings.gpu, retries=retries)
 
 
 def _failed(candidate: Candidate, reason: str, measured: Measurement | None = None) -> Trial:

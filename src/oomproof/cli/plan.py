@@ -1,0 +1,104 @@
+"""``oomproof plan``: the cheapest change that makes a script fit, proved by a run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from oomproof.cli.run import chosen_gpu
+from oomproof.errors import EXIT_DOES_NOT_FIT, EXIT_FITS, UsageError
+from oomproof.plan.candidate import Trial
+from oomproof.plan.document import write_plan
+from oomproof.plan.planning import CANDIDATES, SECONDS, plan
+from oomproof.plan.technique import FRAMEWORKS
+from oomproof.report import plan as report
+from oomproof.report.sheet import print_sheet
+from oomproof.units import format_bytes
+
+EPILOG = (
+    "Exit codes: 0 it fits as it is or with the plan, 1 the tool or the script failed, 2 nothing fits, 64 wrong usage. "
+    "Example: oomproof plan --gpu t4 -o plan.toml -- python train.py"
+)
+
+
+def main(
+    command: Annotated[list[str], typer.Argument(help="The training command, as for `oomproof run`.")],
+    gpu: Annotated[str | None, typer.Option(help="GPU from the catalogue; see `oomproof gpus`.")] = None,
+    gpu_file: Annotated[Path | None, typer.Option(help="TOML file that describes a GPU of your own.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Override the GPU's memory, such as 20GiB.")] = None,
+    gpus: Annotated[int, typer.Option(help="GPUs that the plan may spread the script over.")] = 1,
+    allow: Annotated[
+        str, typer.Option(help="Worst fidelity of a plan: exact, equal, approximate or changes-model.")
+    ] = "approximate",
+    only: Annotated[str, typer.Option(help="Techniques to try, separated by commas; see docs/techniques.md.")] = "",
+    without: Annotated[str, typer.Option(help="Techniques to leave out, separated by commas.")] = "",
+    candidates: Annotated[int, typer.Option(min=1, help="Sets of changes to run at most.")] = CANDIDATES,
+    seconds: Annotated[float, typer.Option(min=1, help="Time after which no further set is begun.")] = SECONDS,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 3,
+    executor: Annotated[str, typer.Option(help="Where sets are run: local, ray or slurm.")] = "local",
+    workers: Annotated[int | None, typer.Option(min=1, help="Runs at once; default: what the machine allows.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="File that keeps what was tried; what is in it is not run again.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
+    emit: Annotated[str | None, typer.Option(help=f"Show what to write by hand: {', '.join(FRAMEWORKS)}.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Say nothing while it runs.")] = False,
+) -> None:
+    """Find the cheapest changes that make a command fit; each candidate is run on the phantom."""
+    if emit is not None and emit not in FRAMEWORKS:
+        raise UsageError(f"--emit is {emit!r}; it must be one of {', '.join(FRAMEWORKS)}")
+    if output is not None and not output.parent.is_dir():
+        raise UsageError(f"there is no folder {output.parent} for the plan; create it first")
+    planned = plan(
+        command,
+        gpu=chosen_gpu(gpu, gpu_file),
+        memory=memory,
+        gpus=gpus,
+        allow=allow,
+        only=_names(only),
+        without=_names(without),
+        candidates=candidates,
+        seconds=seconds,
+        steps=steps,
+        executor=executor,
+        workers=workers,
+        resume=resume,
+        told=None if quiet else Progress(),
+    )
+    saved = None
+    if output is not None and planned.plan is not None:
+        write_plan(output, planned.plan)
+        saved = str(output)
+    if json:
+        sys.stdout.write(report.to_json_text(planned))
+    else:
+        print_sheet(report.body(planned, emit), report.after(planned, saved))
+    raise typer.Exit(EXIT_FITS if planned.found.winner is not None else EXIT_DOES_NOT_FIT)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+class Progress:
+    """A line on standard error for each set of changes that was run."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._count = 0
+
+    def __call__(self, trial: Trial) -> None:
+        peak = trial.reason[:60] if trial.peak_bytes is None else format_bytes(trial.peak_bytes)
+        verdict = trial.verdict.replace("-", " ")
+        print(
+            f"oomproof: {time.monotonic() - self._started:5.1f} s  {self._count or 'base'}  {trial.candidate.label}: "
+            f"{verdict}, {peak}",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._count += 1

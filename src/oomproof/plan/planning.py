@@ -1,0 +1,180 @@
+"""Planning for a command: from its baseline run to a plan that a run of its own has proved."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from oomproof import api
+from oomproof.errors import UsageError
+from oomproof.gpus import GPUSpec, all_gpus
+from oomproof.measure.measurement import Measurement
+from oomproof.phantom import launch
+from oomproof.plan.candidate import LEVELS, Trial, best
+from oomproof.plan.document import Plan
+from oomproof.plan.facts import Facts
+from oomproof.plan.search import Budget, Evaluate, Found, Search, applicable
+from oomproof.plan.state import State
+from oomproof.plan.technique import Change, techniques, world_size
+from oomproof.plan.trials import Trials
+from oomproof.running import Runner
+
+CANDIDATES = 80
+SECONDS = 900.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What planning came to."""
+
+    command: tuple[str, ...]
+    gpu: GPUSpec
+    gpus: int  # that the plan may use
+    facts: Facts
+    found: Found
+    plan: Plan | None  # None where nothing fits, or nothing needs to change
+    smallest: GPUSpec | None  # that the script fits as it is; None where none of the catalogue does
+    smallest_with_plan: GPUSpec | None
+
+    @property
+    def fits_as_it_is(self) -> bool:
+        """True where no change is needed."""
+        return self.found.baseline.fits
+
+
+def plan(
+    command: str | os.PathLike[str] | Sequence[str],
+    *,
+    gpu: str | GPUSpec | None = None,
+    memory: str | int | None = None,
+    gpus: int = 1,
+    allow: str = "approximate",
+    only: Sequence[str] = (),
+    without: Sequence[str] = (),
+    candidates: int | None = CANDIDATES,
+    seconds: float | None = SECONDS,
+    steps: int = 3,
+    executor: str = "local",
+    workers: int | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    told: Callable[[Trial], None] | None = None,
+) -> Planned:
+    """Find the cheapest changes that make a command fit, each candidate run on the phantom.
+
+    ``command``, ``gpu`` and ``memory`` are as for ``run``. ``gpus`` is how many of them the plan may spread the script
+    over. ``allow`` is the worst fidelity that a plan may have: "exact", "equal", "approximate" or "changes-model";
+    ``only`` and ``without`` name techniques. At most ``candidates`` are run, and none is begun after ``seconds``.
+    ``executor`` is "local", "ray" or "slurm", ``workers`` how many runs there are at once. ``resume`` names a file that
+    keeps every trial; those in it are not run again. ``told`` is called with each trial as it comes.
+
+    Raises UsageError for a wrong request, OomproofError where the script does not run as it is.
+    """
+    _check(allow, only, without, gpus)
+    job = api.prepare(command, gpu=gpu, memory=memory, steps=steps)
+    spec = job.settings.gpu
+    with contextlib.ExitStack() as stack:
+        trials = stack.enter_context(Trials(job, executor=executor, workers=workers, told=told))
+        baseline, facts = trials.baseline()
+        facts = facts._replace(gpus=gpus, capability=spec.compute_capability)
+        evaluate: Evaluate = trials.evaluate
+        if resume is not None:
+            evaluate = State.open(Path(resume), job, facts, spec).around(evaluate, told)
+        moves, unfit = applicable(facts, LEVELS[allow], baseline, only=only, without=without)
+        search = Search(
+            baseline=baseline,
+            memory_bytes=spec.memory_bytes,
+            evaluate=evaluate,
+            moves=moves,
+            allow=allow,
+            budget=Budget(candidates=candidates, seconds=seconds),
+        )
+        found = replace(search.run(), unfit=tuple(unfit))
+    found, proof = _prove(job, found)
+    made = None
+    if proof is not None and proof.candidate.changes:
+        made = Plan.of(proof, facts, spec, _key(gpu, spec), world_size(proof.candidate.changes) or 1)
+    return Planned(
+        command=job.words,
+        gpu=spec,
+        gpus=gpus,
+        facts=facts,
+        found=found,
+        plan=made,
+        smallest=smallest_gpu(job, baseline),
+        smallest_with_plan=smallest_gpu(job, proof) if made is not None and proof is not None else None,
+    )
+
+
+def _check(allow: str, only: Sequence[str], without: Sequence[str], gpus: int) -> None:
+    faults = []
+    if allow not in LEVELS:
+        faults.append(f"allow is {allow!r}; it must be one of {', '.join(LEVELS)}")
+    unknown = [name for name in (*only, *without) if name not in techniques()]
+    if unknown:
+        faults.append(f"no technique is called {', '.join(unknown)}; there are {', '.join(sorted(techniques()))}")
+    if not 1 <= gpus <= launch.MOST_GPUS:
+        faults.append(f"{gpus} GPUs; a plan can use 1 to {launch.MOST_GPUS} in one machine")
+    if faults:
+        raise UsageError("; ".join(faults))
+
+
+def _prove(job: api.Job, found: Found) -> tuple[Found, Trial | None]:
+    """Run the winner in a process of its own, on the GPU's memory, as ``apply`` will; the next best where it fails."""
+    while found.winner is not None:
+        winner = found.winner
+        if not winner.candidate.changes:
+            return found, winner
+        measured = rehearse(job, winner.candidate.changes)
+        if measured.fits:
+            proof = replace(winner, measurement=measured)
+            trials = tuple(proof if t is winner else t for t in found.trials)
+            return replace(found, trials=trials, winner=proof), proof
+        lost = replace(
+            winner, verdict="does-not-fit", measurement=measured, reason="a run in a process of its own failed"
+        )
+        trials = tuple(lost if t is winner else t for t in found.trials)
+        found = replace(found, trials=trials, winner=best([found.baseline, *trials]))
+    return found, None
+
+
+def rehearse(job: api.Job, changes: Sequence[Change]) -> Measurement:
+    """Return what the phantom shows of a job with these changes, on the GPU's memory, in a fresh process."""
+    job = in_world(job, world_size(tuple(changes))).with_changes(changes)
+    with contextlib.closing(Runner(job.program, job.folder, job.env, True, None, None)) as runner:
+        return api.measure(job, runner).measurement
+
+
+def in_world(job: api.Job, size: int | None) -> api.Job:
+    """Return a job as rank 0 of a world of that many ranks on one machine; as it is for None."""
+    if size is None:
+        return job
+    return replace(job, world_size=size, ranks=(0,), settings=replace(job.settings, gpu_count=size))
+
+
+def smallest_gpu(job: api.Job, trial: Trial) -> GPUSpec | None:
+    """Return the smallest GPU of the catalogue that a candidate was run on and fitted; None where none is large enough.
+
+    Another GPU has other kernels and workspaces, so the first that should do is asked by a run, and so on.
+    """
+    demand = trial.peak_bytes
+    if demand is None:
+        return None
+    oldest = (8, 0) if trial.measurement and trial.measurement.gpu.compute_capability >= "8" else (7, 5)
+    enough = [g for g in all_gpus() if g.memory_bytes >= demand and g.compute_capability >= oldest]
+    for spec in sorted(enough, key=lambda g: g.memory_bytes)[:TRIES]:
+        there = replace(job, settings=replace(job.settings, gpu=spec))
+        measured = rehearse(there, trial.candidate.changes)
+        if measured.fits:
+            return spec
+    return None
+
+
+#: Catalogue GPUs that are asked for the smallest that does.
+TRIES = 3
+
+
+def _key(gpu: str | GPUSpec | None, spec: GPUSpec) -> str:
+    return gpu if isinstance(gpu, str) else spec.key

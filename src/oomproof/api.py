@@ -203,6 +203,9 @@ def measure(job: Job, runner: Runner) -> Result:
         notes: list[str] = []
     else:
         limited, unlimited, notes = _measure_ranks(runner, settings, job.world_size, job.ranks, world_folder)
+    refused = next((c["refused"] for c in limited.changes if c["refused"]), None)
+    if refused is not None:
+        raise UsageError(f"cannot apply {refused}")
     measured = assemble(job.words, settings.gpu, limited, unlimited, job.folder, notes)
     interrupted = limited.interrupted
     if job.unknown_counts == "range" and limited.depends_on_counts and measured.verdict != "unknown":

@@ -7,7 +7,22 @@ from typing import Any
 
 import typer
 
-from oomproof.cli import diff, doctor, export, gpus, plan, replay, report, run, steps, table, timeline, tree, triage
+from oomproof.cli import (
+    apply,
+    diff,
+    doctor,
+    export,
+    gpus,
+    plan,
+    replay,
+    report,
+    run,
+    steps,
+    table,
+    timeline,
+    tree,
+    triage,
+)
 from oomproof.errors import EXIT_FAILED, EXIT_FITS, EXIT_INTERRUPTED, EXIT_USAGE, OomproofError
 
 #: Base of typer's own complaints: click's ClickException. Newer typers carry a click of their own, so it is found
@@ -24,6 +39,7 @@ app = typer.Typer(
 )
 app.command("run", context_settings={"allow_interspersed_args": False}, epilog=run.EPILOG)(run.main)
 app.command("plan", context_settings={"allow_interspersed_args": False}, epilog=plan.EPILOG)(plan.main)
+app.command("apply", context_settings={"allow_interspersed_args": False}, epilog=apply.EPILOG)(apply.main)
 app.command("report")(report.main)
 app.command("tree")(tree.main)
 app.command("table")(table.main)

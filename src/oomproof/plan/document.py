@@ -102,8 +102,8 @@ class Plan:
         head = (
             "# A plan of oomproof: what to change so that the training fits. Apply it with\n"
             "#     oomproof apply THIS_FILE -- COMMAND\n"
-            "# or rehearse it, without a GPU, with --phantom GPU. relative_time compares a step with one of the script\n"
-            "# as it is.\n\n"
+            "# or rehearse it, without a GPU, with --phantom GPU. relative_time compares a step with one of the\n"
+            "# script as it is.\n\n"
         )
         return head + tomli_w.dumps(table)
 

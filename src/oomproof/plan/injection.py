@@ -84,6 +84,8 @@ class Injection:
         if entry not in self._said:
             self._said.append(entry)
             self._write()
+            if not self.rehearsal and os.environ.get("RANK", "0") == "0":
+                print(f"oomproof: {technique}: {what} ({entry['where']})", file=sys.stderr, flush=True)
 
     def when_imported(self, name: str, callback: Callable[[ModuleType], None]) -> None:
         """Call back when a library has been imported; at once where it already has."""

@@ -7,11 +7,11 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO, Any
 
 from oomproof import api
-from oomproof.errors import UsageError
+from oomproof.errors import OomproofError, UsageError
 from oomproof.gpus import GPUSpec, all_gpus
-from oomproof.measure.measurement import Measurement
 from oomproof.phantom import launch
 from oomproof.plan.candidate import LEVELS, Trial, best
 from oomproof.plan.document import Plan
@@ -127,24 +127,36 @@ def _prove(job: api.Job, found: Found) -> tuple[Found, Trial | None]:
         winner = found.winner
         if not winner.candidate.changes:
             return found, winner
-        measured = rehearse(job, winner.candidate.changes)
-        if measured.fits:
-            proof = replace(winner, measurement=measured)
-            trials = tuple(proof if t is winner else t for t in found.trials)
-            return replace(found, trials=trials, winner=proof), proof
-        lost = replace(
-            winner, verdict="does-not-fit", measurement=measured, reason="a run in a process of its own failed"
-        )
+        try:
+            measured = rehearse(job, winner.candidate.changes).measurement
+        except OomproofError as error:
+            lost = replace(winner, verdict="failed", measurement=None, reason=f"in a process of its own: {error}")
+        else:
+            if measured.fits:
+                proof = replace(winner, measurement=measured)
+                trials = tuple(proof if t is winner else t for t in found.trials)
+                return replace(found, trials=trials, winner=proof), proof
+            lost = replace(winner, verdict="does-not-fit", measurement=measured)
         trials = tuple(lost if t is winner else t for t in found.trials)
         found = replace(found, trials=trials, winner=best([found.baseline, *trials]))
     return found, None
 
 
-def rehearse(job: api.Job, changes: Sequence[Change]) -> Measurement:
-    """Return what the phantom shows of a job with these changes, on the GPU's memory, in a fresh process."""
+def rehearse(
+    job: api.Job,
+    changes: Sequence[Change],
+    *,
+    quiet: bool = True,
+    on_step: Callable[[dict[str, Any]], None] | None = None,
+    stdout: int | IO[Any] | None = None,
+) -> api.Result:
+    """Return what the phantom shows of a job with these changes, on the GPU's memory, in a fresh process.
+
+    Raises UsageError where a change cannot be applied, and what ``run`` raises.
+    """
     job = in_world(job, world_size(tuple(changes))).with_changes(changes)
-    with contextlib.closing(Runner(job.program, job.folder, job.env, True, None, None)) as runner:
-        return api.measure(job, runner).measurement
+    with contextlib.closing(Runner(job.program, job.folder, job.env, quiet, on_step, stdout)) as runner:
+        return api.measure(job, runner)
 
 
 def in_world(job: api.Job, size: int | None) -> api.Job:
@@ -166,8 +178,7 @@ def smallest_gpu(job: api.Job, trial: Trial) -> GPUSpec | None:
     enough = [g for g in all_gpus() if g.memory_bytes >= demand and g.compute_capability >= oldest]
     for spec in sorted(enough, key=lambda g: g.memory_bytes)[:TRIES]:
         there = replace(job, settings=replace(job.settings, gpu=spec))
-        measured = rehearse(there, trial.candidate.changes)
-        if measured.fits:
+        if rehearse(there, trial.candidate.changes).measurement.fits:
             return spec
     return None
 

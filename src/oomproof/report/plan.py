@@ -147,8 +147,8 @@ def _reasons(planned: Planned) -> list[str]:
     assert winner is not None
     fitting = [t for t in found.trials if t.fits]
     lines = [
-        f"{plural(len(found.trials), 'set')} of changes ran, {len(fitting)} fit; of the most faithful of these it is the "
-        "fastest, of equally fast ones the simplest"
+        f"{plural(len(found.trials), 'set')} of changes ran, {len(fitting)} fit; of the most faithful of these it is "
+        "the fastest, of equally fast ones the simplest"
     ]
     lines += [f"{change.label}: {change.technique.title}" for change in winner.candidate.changes]
     for trial in ordered(found.baseline, found.trials, winner)[2:6]:

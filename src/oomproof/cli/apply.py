@@ -1,0 +1,80 @@
+"""``oomproof apply``: train with a plan, the script unchanged; or rehearse that on the phantom."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from oomproof import api
+from oomproof.cli.run import Progress, exit_code, parse_steps
+from oomproof.errors import EXIT_FAILED, UsageError
+from oomproof.plan import applying
+from oomproof.plan.document import Plan, read_plan
+from oomproof.plan.planning import rehearse
+from oomproof.report.json_output import to_json_text
+from oomproof.report.terminal import print_report
+
+EPILOG = (
+    "Exit codes: 0 done (--phantom: it fits), 1 the script failed, 2 --phantom: it does not fit, 64 the plan cannot be "
+    "applied. Example: oomproof apply plan.toml -- python train.py"
+)
+
+
+def main(
+    plan: Annotated[Path, typer.Argument(help="A plan written by `oomproof plan -o`.")],
+    command: Annotated[list[str], typer.Argument(help="The training command, as for `oomproof plan`.")],
+    phantom: Annotated[
+        str | None, typer.Option(metavar="GPU", help="Rehearse on this GPU of the catalogue, without one.")
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="With --phantom: override the GPU's memory.")] = None,
+    steps: Annotated[str, typer.Option(help="With --phantom: optimizer steps to run, or 'all'.")] = "3",
+    anyway: Annotated[bool, typer.Option(help="Apply a plan that was made for something else.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="With --phantom: print the measurement as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="With --phantom: hide what the script prints.")] = False,
+) -> None:
+    """Train for real with a plan's changes in the script, or rehearse it with --phantom."""
+    made = read_plan(plan)
+    command = command[1:] if command[0] == "--" else command  # click leaves it there after the first argument
+    if phantom is None and (memory is not None or json):
+        raise UsageError("--memory and --json are for a rehearsal; add --phantom GPU")
+    job = api.prepare(command, gpu=phantom, memory=memory, steps=parse_steps(steps))
+    here = applying.look(command, job.program, job.folder, real=phantom is None)
+    if phantom is not None:
+        here = replace(here, gpus=None, gpu=job.settings.gpu.name)
+    wrong, other = applying.differences(made, command, here)
+    for line in other:
+        print(f"oomproof: {line}", file=sys.stderr)
+    if wrong and not anyway:
+        raise UsageError("; ".join(wrong))
+    if phantom is None:
+        raise typer.Exit(EXIT_FAILED if applying.apply(made, command) else 0)
+    _rehearse(made, job, json=json, quiet=quiet, steps=steps)
+
+
+def _rehearse(made: Plan, job: api.Job, *, json: bool, quiet: bool, steps: str) -> None:
+    result = rehearse(job, made.changes, quiet=quiet, on_step=Progress(steps), stdout=sys.stderr if json else None)
+    measured = result.measurement
+    for record in result.limited.changes:
+        for entry in record["said"]:
+            print(f"oomproof: {entry['technique']}: {entry['what']} ({entry['where']})", file=sys.stderr)
+    if json:
+        sys.stdout.write(to_json_text(measured))
+    else:
+        print_report(measured, Console())
+    as_planned = (made.gpu_memory_bytes, made.torch) == (job.settings.gpu.memory_bytes, measured.torch.version)
+    if as_planned:
+        now = (measured.peak.allocated_bytes, measured.peak.reserved_bytes)
+        same = now == (made.allocated_bytes, made.reserved_bytes)
+        print(
+            "oomproof: the peak is the plan's, to the byte"
+            if same
+            else "oomproof: the peak is not the plan's: "
+            f"{made.allocated_bytes:,} allocated and {made.reserved_bytes:,} reserved were proved",
+            file=sys.stderr,
+        )
+    raise typer.Exit(exit_code(measured))

@@ -41,7 +41,7 @@ def differences(plan: Plan, command: Sequence[str], here: Here) -> tuple[list[st
             other.append("the script has changed since the plan was made")
         else:
             wrong.append(f"the plan was made for another script, {_script(plan.command)}; plan again for this one")
-    if here.torch is not None and here.torch != plan.torch:
+    if here.torch is not None and here.torch.split("+")[0] != plan.torch.split("+")[0]:  # "+cu130" is in no metadata
         other.append(f"the plan was proved with torch {plan.torch}, this is {here.torch}")
     if here.gpu_memory_bytes is not None:
         if here.gpu_memory_bytes < plan.device_bytes:

@@ -24,7 +24,7 @@ from oomproof.plan.blocks import (
     solve,
 )
 
-SEEDS = range(40)
+SEEDS = range(24)
 
 
 def action(name: str, retained: int, forward: int, backward: int, seconds: float) -> Action:
@@ -313,20 +313,43 @@ def test_runs_are_read_into_a_problem() -> None:
             "front_forward_bytes": 0,
             "front_backward_bytes": 3,
             "optimizer_transient_bytes": 8,
-            "peak_bytes": 0,
+            "peak_bytes": 500 + retained,
         }
         return Survey.from_dict(data)
 
     seconds = {"keep": [0.0] * 3, "drop": [1.0] * 3}
-    problem = problem_from_surveys({"keep": survey(20, 100), "drop": survey(2, 101)}, seconds)
+    problem = problem_from_surveys({"keep": survey(20, 100), "drop": survey(2, 101)}, seconds, alike_bytes=1)
     assert [group.count for group in problem.groups] == [2, 1]
     assert problem.base_bytes == 101
     assert [a.retained_bytes for a in problem.groups[0].actions] == [20, 2]
+    assert problem.predict(["keep"] * 3).peak_bytes == 520
     assert survey(20, 100).blocks[2] == SurveyedBlock(
         retained_bytes=20, forward_transient_bytes=30, backward_transient_bytes=9, gradient_bytes=6
     )
     with pytest.raises(ValueError, match="do not cover"):
         problem_from_surveys({"keep": survey(20, 100)}, {"keep": [0.0]})
+
+
+def test_blocks_alike_are_one_group() -> None:
+    """Blocks that differ by little form a group that retains as much as they do together."""
+
+    def survey(retained: Sequence[int]) -> Survey:
+        blocks = tuple(
+            SurveyedBlock(
+                retained_bytes=value, forward_transient_bytes=value, backward_transient_bytes=value, gradient_bytes=0
+            )
+            for value in retained
+        )
+        outside = dict.fromkeys(
+            ("base_bytes", "tail_bytes", "tail_left_bytes", "front_forward_bytes", "front_backward_bytes"), 0
+        )
+        return Survey(blocks=blocks, **outside, optimizer_transient_bytes=0, peak_bytes=0)
+
+    problem = problem_from_surveys({"keep": survey([90, 100, 110, 300])}, {"keep": [0.0] * 4}, alike_bytes=20)
+    assert [group.count for group in problem.groups] == [3, 1]
+    assert problem.groups[0].actions == (action("keep", 100, 110, 110, 0.0),)
+    apart = problem_from_surveys({"keep": survey([90, 100])}, {"keep": [0.0, 1.0]}, alike_bytes=20)
+    assert [group.count for group in apart.groups] == [1, 1]
 
 
 def test_what_is_wrong_is_told_at_once() -> None:

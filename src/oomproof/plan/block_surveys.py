@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from oomproof.plan.blocks import Action, BlockGroup, Problem
+from oomproof.plan.blocks import Action, BlockGroup, Observation, Problem
+
+#: PyTorch's allocator doesn't split less than 1 MiB off a cached block, so equal blocks of a model differ by chance.
+ALIKE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,40 +44,35 @@ class Survey:
 
 
 def problem_from_surveys(
-    surveys: Mapping[str, Survey], seconds: Mapping[str, Sequence[float]], *, gradients_resident: bool = False
+    surveys: Mapping[str, Survey],
+    seconds: Mapping[str, Sequence[float]],
+    *,
+    gradients_resident: bool = False,
+    alike_bytes: int = ALIKE_BYTES,
 ) -> Problem:
     """Return the problem that runs with one action each describe; ``seconds`` are per action and block.
 
-    What should not depend on the action is taken at its highest. Blocks with the same figures in a row become one
-    group. Raises ValueError when the runs have different numbers of blocks.
+    Successive blocks become one group when each figure differs by at most ``alike_bytes``; what the group retains
+    is then the mean, its other figures the highest. What should not depend on the action is taken at its highest. The
+    runs themselves are observations. Raises ValueError when they have different numbers of blocks.
     """
     counts = {name: len(survey.blocks) for name, survey in surveys.items()}
     counts |= {f"seconds of {name}": len(values) for name, values in seconds.items()}
     if not surveys or len(set(counts.values())) != 1 or set(seconds) != set(surveys):
         raise ValueError(f"surveys and seconds do not cover the same actions and blocks: {counts}")
-    groups: list[BlockGroup] = []
-    for index in range(next(iter(counts.values()))):
-        actions = tuple(
-            Action(
-                name=name,
-                retained_bytes=survey.blocks[index].retained_bytes,
-                forward_transient_bytes=survey.blocks[index].forward_transient_bytes,
-                backward_transient_bytes=survey.blocks[index].backward_transient_bytes,
-                seconds=seconds[name][index],
-            )
-            for name, survey in surveys.items()
-        )
-        gradient = max(survey.blocks[index].gradient_bytes for survey in surveys.values())
-        if groups and groups[-1].actions == actions and groups[-1].gradient_bytes == gradient:
-            groups[-1] = replace(groups[-1], count=groups[-1].count + 1)
+    count = next(iter(counts.values()))
+    groups: list[list[int]] = []
+    for index in range(count):
+        if groups and _alike(surveys, seconds, [*groups[-1], index], alike_bytes):
+            groups[-1].append(index)
         else:
-            groups.append(BlockGroup(actions=actions, gradient_bytes=gradient))
+            groups.append([index])
 
     def highest(name: str) -> int:
         return max(int(getattr(survey, name)) for survey in surveys.values())
 
     return Problem(
-        groups=tuple(groups),
+        groups=tuple(_group(surveys, seconds, members) for members in groups),
         base_bytes=highest("base_bytes"),
         tail_bytes=highest("tail_bytes"),
         tail_left_bytes=highest("tail_left_bytes"),
@@ -82,4 +80,44 @@ def problem_from_surveys(
         front_backward_bytes=highest("front_backward_bytes"),
         optimizer_transient_bytes=highest("optimizer_transient_bytes"),
         gradients_resident=gradients_resident,
+        observations=tuple(
+            Observation(actions=(name,) * count, peak_bytes=survey.peak_bytes, phase=None)
+            for name, survey in surveys.items()
+        ),
+    )
+
+
+_FIGURES = ("retained_bytes", "forward_transient_bytes", "backward_transient_bytes", "gradient_bytes")
+
+
+def _alike(
+    surveys: Mapping[str, Survey], seconds: Mapping[str, Sequence[float]], members: Sequence[int], alike_bytes: int
+) -> bool:
+    for name, survey in surveys.items():
+        if len({seconds[name][index] for index in members}) > 1:
+            return False
+        for figure in _FIGURES:
+            values = [getattr(survey.blocks[index], figure) for index in members]
+            if max(values) - min(values) > alike_bytes:
+                return False
+    return True
+
+
+def _group(surveys: Mapping[str, Survey], seconds: Mapping[str, Sequence[float]], members: Sequence[int]) -> BlockGroup:
+    def figures(survey: Survey, figure: str) -> list[int]:
+        return [getattr(survey.blocks[index], figure) for index in members]
+
+    return BlockGroup(
+        actions=tuple(
+            Action(
+                name=name,
+                retained_bytes=-(-sum(figures(survey, "retained_bytes")) // len(members)),
+                forward_transient_bytes=max(figures(survey, "forward_transient_bytes")),
+                backward_transient_bytes=max(figures(survey, "backward_transient_bytes")),
+                seconds=seconds[name][members[0]],
+            )
+            for name, survey in surveys.items()
+        ),
+        gradient_bytes=max(max(figures(survey, "gradient_bytes")) for survey in surveys.values()),
+        count=len(members),
     )

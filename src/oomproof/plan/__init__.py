@@ -1,0 +1,1 @@
+"""The cheapest change that makes a run fit."""

@@ -37,7 +37,7 @@ SCRIPTS = {
     "trains": MODEL + "for i in range(5): print(i, step().item())\n",
     "counts": MODEL + "x = torch.randn(4096, device='cuda'); y = x[x > 0].repeat(100); [step() for _ in range(3)]\n",
     "fails": MODEL + "step()\nraise ValueError('no such thing')\n",
-    "fails at import": "import no_such_module\n",
+    "fails at import": MODEL + "import no_such_module\n",
     "out of memory": MODEL + "step()\nx = [torch.empty(2**30, device='cuda') for _ in range(100)]\n",
     "catches out of memory": MODEL
     + textwrap.dedent("""
@@ -49,7 +49,7 @@ SCRIPTS = {
     "exit code": MODEL + "step()\nsys.exit(7)\n",
     "exit message": MODEL + "step()\nsys.exit('that is all')\n",
     "os._exit": MODEL + "step()\nimport os; os._exit(5)\n",
-    "killed": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n",
+    "killed": MODEL + "step()\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n",
     "compiles": MODEL
     + textwrap.dedent("""
         model = torch.compile(model)
@@ -59,7 +59,7 @@ SCRIPTS = {
     "says who it is": textwrap.dedent("""
         import atexit, os, sys, torch
         print(__name__, __file__, sys.argv, sys.path[0], os.getcwd(), sys.orig_argv, __spec__, sys.flags)
-        print(sorted(set(vars()) - {"os"}), os.environ.get("OF_THE_RUN"), os.environ["OOMPROOF_RUN"] in os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        print(sorted(vars()), os.environ["OF_THE_RUN"], os.path.isdir(os.environ["OOMPROOF_RUN"]), sorted(os.environ))
         print(os.getpid() == os.getpgrp() == os.getsid(0), sys.stdin.read(), file=sys.stderr)
         import threading, multiprocessing
         print(threading.current_thread() is threading.main_thread(), multiprocessing.current_process())
@@ -85,13 +85,13 @@ SCRIPTS = {
     "loads data": MODEL
     + textwrap.dedent("""
         from torch.utils.data import DataLoader, TensorDataset
-        for method in ("fork", "spawn"):
-            data = TensorDataset(torch.randn(256, 512))
-            for (x,) in DataLoader(data, 64, num_workers=2, multiprocessing_context=method if __name__ == "__main__" else None):
-                model(x.cuda()).sum().backward(); optimizer.step()
-        """)
-    .replace("for method", "if __name__ == '__main__':\n  for method")
-    .replace("\n    ", "\n      "),
+        if __name__ == "__main__":
+            for method in ("fork", "spawn"):
+                data = TensorDataset(torch.randn(256, 512))
+                for (x,) in DataLoader(data, 64, num_workers=2, multiprocessing_context=method):
+                    model(x.cuda()).sum().backward()
+                    optimizer.step()
+        """),
 }
 
 

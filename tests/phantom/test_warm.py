@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
 import textwrap
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +18,8 @@ import child as child_module
 import pytest
 
 from oomproof.bench import Bench, Done, Request
-from oomproof.gpus import get_gpu
-from oomproof.phantom.launch import Settings
+from oomproof.gpus import get_gpu, with_memory
+from oomproof.phantom.launch import Settings, World
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 T4 = get_gpu("t4")
@@ -37,7 +43,7 @@ SCRIPTS = {
     "trains": MODEL + "for i in range(5): print(i, step().item())\n",
     "counts": MODEL + "x = torch.randn(4096, device='cuda'); y = x[x > 0].repeat(100); [step() for _ in range(3)]\n",
     "fails": MODEL + "step()\nraise ValueError('no such thing')\n",
-    "fails at import": "import no_such_module\n",
+    "fails at import": MODEL + "import no_such_module\n",
     "out of memory": MODEL + "step()\nx = [torch.empty(2**30, device='cuda') for _ in range(100)]\n",
     "catches out of memory": MODEL
     + textwrap.dedent("""
@@ -49,7 +55,7 @@ SCRIPTS = {
     "exit code": MODEL + "step()\nsys.exit(7)\n",
     "exit message": MODEL + "step()\nsys.exit('that is all')\n",
     "os._exit": MODEL + "step()\nimport os; os._exit(5)\n",
-    "killed": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n",
+    "killed": MODEL + "step()\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n",
     "compiles": MODEL
     + textwrap.dedent("""
         model = torch.compile(model)
@@ -59,12 +65,13 @@ SCRIPTS = {
     "says who it is": textwrap.dedent("""
         import atexit, os, sys, torch
         print(__name__, __file__, sys.argv, sys.path[0], os.getcwd(), sys.orig_argv, __spec__, sys.flags)
-        print(sorted(set(vars()) - {"os"}), os.environ.get("OF_THE_RUN"), os.environ["OOMPROOF_RUN"] in os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        print(sorted(vars()), os.environ["OF_THE_RUN"], os.path.isdir(os.environ["OOMPROOF_RUN"]), sorted(os.environ))
         print(os.getpid() == os.getpgrp() == os.getsid(0), sys.stdin.read(), file=sys.stderr)
         import threading, multiprocessing
         print(threading.current_thread() is threading.main_thread(), multiprocessing.current_process())
         atexit.register(print, "at exit")
         torch.zeros(10, device="cuda")
+        sys.exit(3)
         """),
     "a local module": "import beside, torch\nprint(beside.VALUE); torch.zeros(beside.VALUE, device='cuda')\n",
     "spawns": textwrap.dedent("""
@@ -85,13 +92,13 @@ SCRIPTS = {
     "loads data": MODEL
     + textwrap.dedent("""
         from torch.utils.data import DataLoader, TensorDataset
-        for method in ("fork", "spawn"):
-            data = TensorDataset(torch.randn(256, 512))
-            for (x,) in DataLoader(data, 64, num_workers=2, multiprocessing_context=method if __name__ == "__main__" else None):
-                model(x.cuda()).sum().backward(); optimizer.step()
-        """)
-    .replace("for method", "if __name__ == '__main__':\n  for method")
-    .replace("\n    ", "\n      "),
+        if __name__ == "__main__":
+            for method in ("fork", "spawn"):
+                data = TensorDataset(torch.randn(256, 512))
+                for (x,) in DataLoader(data, 64, num_workers=2, multiprocessing_context=method):
+                    model(x.cuda()).sum().backward()
+                    optimizer.step()
+        """),
 }
 
 
@@ -148,3 +155,214 @@ def test_a_fork_measures_what_a_fresh_process_does(folder: Path, what: str) -> N
     fresh, warm = fresh_and_warm(folder, ["script.py", "first", "second"], env={"OF_THE_RUN": "yes"})
     assert _measured(fresh) == _measured(warm)
     assert fresh.output == warm.output
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("train_gpt2.py", ["--layers", "2", "--sequence", "128"]),
+        ("train_resnet.py", []),
+        ("train_llama.py", ["--layers", "2"]),
+    ],
+)
+def test_a_fork_measures_the_examples_as_a_fresh_process_does(folder: Path, script: str, arguments: list[str]) -> None:
+    """Findings of real training scripts are the same to the byte, with the recorded profile."""
+    settings = Settings(gpu=get_gpu("a100-80gb"), profile=True)
+    fresh, warm = fresh_and_warm(folder, [str(EXAMPLES / script), *arguments], settings=settings)
+    assert _measured(fresh) == _measured(warm)
+    assert fresh.outcome is not None
+    assert fresh.outcome.findings[0]["steps"] == 3
+
+
+def test_a_module_is_run_as_python_does(folder: Path) -> None:
+    """``-m package`` is the same in a fork; the package is the script's own and not imported beforehand."""
+    fresh, warm = fresh_and_warm(folder, ["-m", "package", "first"])
+    assert _measured(fresh) == _measured(warm)
+
+
+def test_a_script_without_torch_is_never_forked(folder: Path) -> None:
+    """Who does not import torch has nothing to share, and leaves no findings."""
+    (folder / "script.py").write_text("import sys; sys.exit('torch' in sys.modules)\n")
+    with Bench([child_module.PYTHON, "script.py"], cwd=folder, workers=1) as bench:
+        for done in bench.run([Request(settings=Settings(gpu=T4))] * 2):
+            assert not done.forked
+            assert done.outcome is not None
+            assert done.outcome.exit_code == 0
+            assert done.outcome.findings == ()
+
+
+def test_other_arguments_memory_and_limits_share_a_process(folder: Path) -> None:
+    """Each fork has its own arguments, memory, limit and steps; the device is its alone."""
+    (folder / "script.py").write_text(
+        "import sys, torch\n"
+        "x = torch.zeros(int(sys.argv[1]), dtype=torch.uint8, device='cuda')\n"
+        "print(torch.cuda.mem_get_info()[1], file=sys.stderr)\n"
+    )
+    small, large = Settings(gpu=with_memory(T4, 4 * GIB)), Settings(gpu=T4)
+    asked = [
+        Request(settings=large, arguments=("1024",), tag="first"),
+        Request(settings=large, arguments=(str(8 * GIB),), tag="fits"),
+        Request(settings=small, arguments=(str(8 * GIB),), tag="does not fit"),
+        Request(settings=Settings(gpu=small.gpu, unlimited=True), arguments=(str(8 * GIB),), tag="without limit"),
+    ]
+    with Bench([child_module.PYTHON, "script.py", "1"], cwd=folder, workers=1) as bench:
+        done = {d.request.tag: d for d in bench.run(asked)}
+    assert [d.forked for d in done.values()] == [False, True, True, True]
+    ended = {tag: d.outcome.findings[0]["ended"] for tag, d in done.items() if d.outcome is not None}
+    assert ended == {"first": "finished", "fits": "finished", "does not fit": "oom", "without limit": "finished"}
+    without = done["without limit"].outcome
+    assert without is not None
+    assert without.findings[0]["allocated_bytes"] == 8 * GIB
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_allocator_settings_take_effect_in_forks(folder: Path, name: str) -> None:
+    """Settings that torch reads when it is imported are read by a process of their own."""
+    (folder / "script.py").write_text(MODEL + "for i in range(3): step()\n")
+    values = ("", "expandable_segments:True", "backend:cudaMallocAsync", "max_split_size_mb:21")
+    found = {}
+    for warm in (False, True):
+        with Bench([child_module.PYTHON, "script.py"], cwd=folder, workers=1, warm=warm) as bench:
+            asked = [Request(settings=Settings(gpu=T4), env={name: value}) for value in values]
+            found[warm] = [_measured(d) for d in bench.run(asked)]
+    assert found[False] == found[True]
+    assert len({json.dumps(f) for f in found[True]}) > 1
+
+
+def test_a_rank_of_a_world_is_measured_in_a_fork(folder: Path) -> None:
+    """One rank of FSDP over 8 GPUs is the same from a fork, whose messages have a folder of their own."""
+    (folder / "script.py").write_text(
+        textwrap.dedent("""
+        import os, torch, torch.distributed as dist
+        from torch import nn
+        from torch.distributed.fsdp import fully_shard
+        dist.init_process_group("nccl")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        model = fully_shard(nn.Sequential(nn.Linear(512, 4096), nn.Linear(4096, 512)).cuda())
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            model(torch.randn(8, 512, device="cuda")).sum().backward(); optimizer.step(); optimizer.zero_grad()
+        """)
+    )
+    done = []
+    with Bench([child_module.PYTHON, "script.py"], cwd=folder, workers=1) as bench:
+        for number in range(3):
+            messages = folder / f"messages{number}"
+            messages.mkdir()
+            place = World(size=8, rank=3, local_size=8, folder=messages)
+            done += bench.run([Request(settings=Settings(gpu=T4, gpu_count=8, world=place))])
+    assert [d.forked for d in done] == [False, True, True]
+    assert _measured(done[0]) == _measured(done[1]) == _measured(done[2])
+    assert done[0].outcome is not None
+    assert done[0].outcome.findings[0]["world_size"] == 8
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False
+
+
+SLEEPER = (
+    "import os, pathlib, sys, time, torch\n"
+    "torch.zeros(1, device='cuda')\n"
+    "if os.fork() == 0:\n"
+    "    pathlib.Path(f'pid-{os.getpid()}').touch(); time.sleep(1000)\n"
+    "pathlib.Path(f'pid-{os.getpid()}').touch()\n"
+    "if sys.argv[1] == 'sleep': time.sleep(1000)\n"
+)
+
+
+def _pids(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
+
+
+def _gone(folder: Path, *, within_seconds: float = 30.0) -> bool:
+    end = time.monotonic() + within_seconds
+    while any(_alive(pid) for pid in _pids(folder)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return not any(_alive(pid) for pid in _pids(folder))
+
+
+def _processes_in(folder: Path) -> list[str]:
+    """Processes whose current folder this is, the warm ones among them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if Path(os.readlink(path / "cwd")) == folder and _alive(int(path.name)):
+                found.append((path / "cmdline").read_text())
+    return found
+
+
+def test_a_run_that_takes_too_long_is_ended_with_all_it_started(folder: Path) -> None:
+    """A time limit ends the fork and its children, and the next run is not affected."""
+    (folder / "script.py").write_text(SLEEPER)
+    asked = [
+        Request(settings=Settings(gpu=T4), arguments=("go on",)),
+        Request(settings=Settings(gpu=T4), arguments=("sleep",), timeout_seconds=2.0),
+        Request(settings=Settings(gpu=T4), arguments=("go on",)),
+    ]
+    with Bench([child_module.PYTHON, "script.py", ""], cwd=folder, workers=1) as bench:
+        done = list(bench.run(asked))
+        assert [d.error for d in done] == [None, "timed out", None]
+        assert [d.forked for d in done] == [False, True, True]
+        assert _gone(folder)
+
+
+def test_a_budget_of_seconds_ends_what_runs_and_skips_the_rest(folder: Path) -> None:
+    """When the time is over, running and waiting requests are answered with "stopped", and nothing is left."""
+    (folder / "script.py").write_text(SLEEPER)
+    asked = [Request(settings=Settings(gpu=T4), tag=i) for i in range(4)]
+    with Bench([child_module.PYTHON, "script.py", "sleep"], cwd=folder, workers=2) as bench:
+        done = list(bench.run(asked, seconds=10.0))
+    assert sorted(d.request.tag for d in done) == [0, 1, 2, 3]
+    assert {d.error for d in done} == {"stopped"}
+    assert _gone(folder)
+
+
+def test_a_warm_process_that_is_killed_takes_no_run_with_it(folder: Path) -> None:
+    """When the process that runs are forked from dies, its runs end, and are made again as fresh processes."""
+    (folder / "script.py").write_text(
+        "import os, signal, sys, torch\ntorch.zeros(1000, device='cuda')\n"
+        "parent = open(f'/proc/{os.getppid()}/cmdline').read()\n"
+        "if 'script.py' in parent: os.kill(os.getppid(), signal.SIGKILL); signal.pause()\n"
+    )
+    with Bench([child_module.PYTHON, "script.py"], cwd=folder, workers=1) as bench:
+        done = list(bench.run([Request(settings=Settings(gpu=T4), timeout_seconds=60)] * 3))
+    assert [d.error for d in done] == [None] * 3
+    assert all(d.outcome is not None and d.outcome.findings[0]["ended"] == "finished" for d in done)
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_nothing_outlives_its_bench(folder: Path, signal_number: int) -> None:
+    """When the process that has the bench is killed or interrupted, warm processes and their forks end."""
+    (folder / "script.py").write_text(SLEEPER)
+    (folder / "host.py").write_text(
+        "import sys\nfrom pathlib import Path\n"
+        "from oomproof.bench import Bench, Request\nfrom oomproof.gpus import get_gpu\n"
+        "from oomproof.phantom.launch import Settings\n"
+        "s = Settings(gpu=get_gpu('t4'))\n"
+        "with Bench([sys.argv[1], 'script.py', ''], workers=1) as bench:\n"
+        "    list(bench.run([Request(settings=s, arguments=('go on',))] * 2))\n"
+        "    Path('ready').touch()\n"
+        "    list(bench.run([Request(settings=s, arguments=('sleep',))] * 2))\n"
+    )
+    host = subprocess.Popen(
+        [sys.executable, "host.py", child_module.PYTHON],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        start_new_session=True,
+    )
+    try:
+        end = time.monotonic() + 120
+        while len(_pids(folder)) < 6 and time.monotonic() < end and host.poll() is None:
+            time.sleep(0.1)
+        assert (folder / "ready").exists()
+        host.send_signal(signal_number)
+        host.wait(60)
+        assert _gone(folder)
+        assert not _processes_in(folder)
+    finally:
+        host.kill()
+        host.wait()

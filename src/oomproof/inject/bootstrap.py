@@ -44,7 +44,6 @@ def start(run_folder: str) -> None:
         message = str(error)
         before_import("torch", lambda module: _refuse(folder, message))
         return
-    os.environ["TRITON_LIBCUDA_PATH"] = str(stand_ins)
     device = Device(standins.load(stand_ins, manifest))
     cuda_version = manifest["cuda_version"]
     assert isinstance(cuda_version, int)
@@ -54,6 +53,7 @@ def start(run_folder: str) -> None:
         from oomproof.inject.warm_child import Warm
 
         warm = Warm(device, config, cuda_version)
+    os.environ["TRITON_LIBCUDA_PATH"] = str(stand_ins)
     when_imported("torch", lambda module: _torch_imported(module, device, config, folder, warm))
     if warm is not None:
         warm.serve()  # comes back in a fork, which goes on as a process of its own run

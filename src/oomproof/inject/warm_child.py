@@ -49,6 +49,7 @@ class Warm:
         self.layout: world.Layout | None = None
         self._device = device
         self._config = config
+        self._environment = dict(os.environ)
         self._cuda_version = cuda_version
         self._wanted = config.pop("warm")
         self._socket = socket.socket(fileno=self._wanted["socket"])
@@ -56,7 +57,7 @@ class Warm:
 
     def serve(self) -> None:
         """Import, then fork for each request; returns in the fork only."""
-        before = dict(os.environ)
+        before = self._environment
         self._import(self._wanted["modules"])
         self._changed = {k: v for k, v in os.environ.items() if before.get(k) != v}
         self._gone = [k for k in before if k not in os.environ]

@@ -135,6 +135,11 @@ class Observer:
         if self.torch.cuda.get_allocator_backend() == "native":  # cudaMallocAsync refuses observers
             self.torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)
         self._record(True)
+        self._list_modules()  # a process may end without coming to its end
+
+    def _list_modules(self) -> None:
+        if self.config.get("list_modules"):
+            _write(self.folder / f"modules-{self.pid}.json", modules.imported())
 
     def _record(self, on: bool) -> None:
         """Switch the allocator's trace on or off; off forgets what was recorded."""
@@ -388,8 +393,7 @@ class Observer:
         self.finished = True
         self.hooks.remove()
         _write(self.folder / f"process-{self.pid}.json", self.measured or self._findings(why, error))
-        if self.config.get("list_modules"):
-            _write(self.folder / f"modules-{self.pid}.json", modules.imported())
+        self._list_modules()
 
     def _findings(self, why: str, error: BaseException | None, brief: bool = False) -> dict[str, Any]:
         """Return what is known of this process; ``brief`` leaves the trace unread, and with it the breakdown."""

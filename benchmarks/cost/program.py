@@ -189,9 +189,7 @@ def _llama(name: str, options: dict[str, Any]) -> tuple[Any, Any]:
     if options["fsdp"]:  # the head is the root's own parameter: it is gathered within forward
         forward = type(model).forward
         type(model).forward = lambda self, x: self.head(forward(self, x))
-        return model, lambda: functional.cross_entropy(
-            model(ids.cuda()).float().flatten(0, 1), ids.cuda().flatten()
-        )
+        return model, lambda: functional.cross_entropy(model(ids.cuda()).float().flatten(0, 1), ids.cuda().flatten())
     return model, lambda: _loss(model, ids.cuda(), chunks)
 
 

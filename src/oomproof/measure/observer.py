@@ -267,7 +267,9 @@ class Observer:
         hooks = self.hooks
         if hooks.phase == "optimizer" or not hooks.in_backward:
             return hooks.phase
-        return "recompute" if self.torch.is_grad_enabled() else "backward"
+        # compiled code runs without grad mode, and checkpoints of plain functions call no module
+        again = self.torch.is_grad_enabled() or getattr(hooks.local, "stack", None)
+        return "recompute" if again else "backward"
 
     def _end_metering(self, reason: str | None = None) -> None:
         assert self.measured is not None

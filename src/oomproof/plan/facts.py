@@ -33,6 +33,9 @@ class Model(NamedTuple):
     head: str | None = None  # the last Linear onto a vocabulary: "lm_head"
     vocabulary: int | None = None
     shared: bool = False  # some parameter is used by two modules
+    linear_layers: int = 0  # that are called: an nn.MultiheadAttention's own is not
+    convolutions: int = 0
+    frozen_linear_bytes: int = 0  # weights of linear layers that are not trained
 
 
 class Optimizer(NamedTuple):

@@ -91,6 +91,10 @@ class Injection:
         """Call back when a library has been imported; at once where it already has."""
         when_imported(name, callback)
 
+    def guarded(self, technique: str, call: Callable[..., Any], *args: Any) -> Any:
+        """Call on behalf of a technique, and end the process where it says that it cannot be applied."""
+        return self._guard(technique, call, *args)
+
     def refuse(self, technique: str, reason: str) -> None:
         """Record that a technique cannot be applied, and end the process: half a plan is none."""
         self._refused = f"{technique}: {reason}"
@@ -203,6 +207,18 @@ class Injection:
                 best, most = module, len(ids)
         return best
 
+    def models_of(self, tensors: list[Any]) -> list[Any]:
+        """Return the largest modules that have these parameters between them: one optimizer may train several."""
+        found: list[Any] = []
+        while tensors:
+            model = self.model_of(tensors)
+            if model is None:
+                break
+            found.append(model)
+            ids = {id(p) for p in model.parameters()}
+            tensors = [t for t in tensors if id(t) not in ids]
+        return found
+
     # ---- optimizers ----------------------------------------------------------------------------------------------
 
     def _wrap_optimizers(self) -> None:
@@ -216,8 +232,8 @@ class Injection:
                 params = list(params)
                 flat = _tensors(params)
                 model = self.model_of(flat)
-                if model is not None:
-                    self.model_ready(model)
+                for one in self.models_of(flat):
+                    self.model_ready(one)
                 for callback in self.on_parameters:
                     params = self._guard(_owner(callback), callback, model, params)
             original(optimizer, params, defaults)

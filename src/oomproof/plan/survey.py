@@ -15,6 +15,7 @@ from typing import Any
 
 from oomproof.inject.imports import when_imported
 from oomproof.plan.facts import BlockGroup, Facts, Loader, Model, Optimizer
+from oomproof.plan.layers import linear_layers
 from oomproof.plan.repeated import find_blocks
 
 #: Distributions that techniques rest on.
@@ -87,6 +88,8 @@ class Survey:
             dtypes[str(p.dtype).replace("torch.", "")] += p.numel()
         modules = list(model.modules())
         head, vocabulary = _head(torch, model)
+        linear = [m for _, m in linear_layers(torch, model)]
+        frozen = {id(m.weight): m.weight for m in linear if not m.weight.requires_grad}
         named = sum(1 for _ in model.named_parameters(remove_duplicate=False))
         self._models.append(
             Model(
@@ -102,6 +105,9 @@ class Survey:
                 head=head,
                 vocabulary=vocabulary,
                 shared=named > len(parameters),
+                linear_layers=len(linear),
+                convolutions=sum(isinstance(m, torch.nn.modules.conv._ConvNd) for m in modules),
+                frozen_linear_bytes=sum(w.numel() * w.element_size() for w in frozen.values()),
             )
         )
         for module in modules:

@@ -325,11 +325,13 @@ def script_line() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_TOOL) and not name.startswith("<") and not _is_library(name):
+        if is_own(name):
             return f"{os.path.relpath(name)}:{frame.f_lineno}"
         frame = frame.f_back
     return "the script"
 
 
-def _is_library(path: str) -> bool:
-    return f"{os.sep}site-packages{os.sep}" in path or path.startswith(os.path.dirname(os.__file__) + os.sep)
+def is_own(path: str) -> bool:
+    """Return whether a file is the script's: neither this tool's nor an installed library's."""
+    library = f"{os.sep}site-packages{os.sep}" in path or path.startswith(os.path.dirname(os.__file__) + os.sep)
+    return not (library or path.startswith((_TOOL, "<")))

@@ -8,7 +8,7 @@ import importlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from types import ModuleType
 from typing import Any
@@ -20,7 +20,7 @@ from oomproof.plan.repeated import find_blocks
 
 #: Distributions that techniques rest on.
 PACKAGES = ("bitsandbytes", "torchao", "peft", "liger-kernel", "cut-cross-entropy", "torch-pruning", "transformers",
-            "accelerate", "lightning", "deepspeed")  # fmt: skip
+            "accelerate", "lightning", "deepspeed", "lion-pytorch")  # fmt: skip
 
 #: Modules that are imported with a framework, the class whose construction shows that it is used, and its name.
 _FRAMEWORKS = (
@@ -46,6 +46,7 @@ class Survey:
         self._uses: set[str] = set()
         self._backwards = 0
         self._steps = 0
+        self._nodes_at_step = 0
 
     def install(self) -> None:
         """Wrap what tells how a script trains."""
@@ -72,9 +73,20 @@ class Survey:
         def zeroed(optimizer: Any, set_to_none: bool = True) -> Any:
             if not set_to_none:
                 self._note("keeps-gradients")
+            self._zeroed(p for group in optimizer.param_groups for p in group["params"])
             return zero_grad(optimizer, set_to_none)
 
         torch.optim.Optimizer.zero_grad = zeroed
+        zero_module = torch.nn.Module.zero_grad
+
+        @functools.wraps(zero_module)
+        def zeroed_module(module: Any, set_to_none: bool = True) -> Any:
+            if not set_to_none:
+                self._note("keeps-gradients")
+            self._zeroed(module.parameters())
+            return zero_module(module, set_to_none)
+
+        torch.nn.Module.zero_grad = zeroed_module
 
     # ---- told by the injection -----------------------------------------------------------------------------------
 
@@ -217,7 +229,17 @@ class Survey:
                 self._loaders[place][1] = loader._replace(used_in_training=True)
                 self._changed()
 
+    def _zeroed(self, parameters: Iterable[Any]) -> None:
+        """Gradients are cleared: only now, when a forward pass has run beside them?"""
+        if self._steps and self._nodes() != self._nodes_at_step and any(p.grad is not None for p in parameters):
+            self._note("late-zero-grad")
+
+    def _nodes(self) -> int:
+        """Return how many nodes of autograd's graphs this thread has made."""
+        return int(self._torch._C._autograd._get_sequence_nr())
+
     def _stepped(self, *_: Any) -> None:
+        self._nodes_at_step = self._nodes()
         self._steps += 1
         if self._steps <= 3:
             self._changed()

@@ -102,7 +102,7 @@ class _State:
         return logits.movedim(-1, 1) if self.classes_second else logits
 
 
-class _Later(torch.autograd.Function):
+class _Later(torch.autograd.Function):  # type: ignore[misc]
     """Gives a lazy tensor its place in the graph, for what uses it without asking Python's functions."""
 
     @staticmethod
@@ -118,13 +118,13 @@ class _Later(torch.autograd.Function):
             inputs = [t.detach().requires_grad_() for t in (state.hidden, state.head.weight)]
             bias = state.head.bias
             inputs += [] if bias is None else [bias.detach().requires_grad_()]
-            head = _Head(*(inputs[1:] if bias is not None else (inputs[1], None)), state.head.dtype, state.head.told)
+            head = _Head(inputs[1], None if bias is None else inputs[2], state.head.dtype, state.head.told)
             logits = _State(inputs[0], head, state.dtype, state.classes_second, True).compute()
         grads = torch.autograd.grad(logits, inputs, grad)
         return (*grads, *([None] if bias is None else []), None)
 
 
-class LazyLogits(torch.Tensor):
+class LazyLogits(torch.Tensor):  # type: ignore[misc]
     """See the module."""
 
     _lazy: _State
@@ -141,7 +141,7 @@ class LazyLogits(torch.Tensor):
             if done is not NotImplemented:
                 return done
         name = getattr(func, "__name__", str(func))
-        if name.endswith("_") and not name.endswith("__") or name == "__setitem__" or kwargs.get("out") is not None:
+        if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or kwargs.get("out") is not None:
             _check_in_place(args, kwargs)
         read = lambda tensor: _read(tensor, name)  # noqa: E731
         args, kwargs = tree_map_only(cls, read, args), tree_map_only(cls, read, kwargs)
@@ -153,7 +153,7 @@ class LazyLogits(torch.Tensor):
         args, kwargs = tree_map_only(cls, data, args), tree_map_only(cls, data, kwargs or {})
         return func(*args, **kwargs)
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:
         return repr(_read(self, "repr"))
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -232,7 +232,7 @@ def _check_in_place(args: Any, kwargs: Any) -> None:
     tree_map_only(LazyLogits, check, (args, kwargs))
 
 
-# ---- what stays lazy --------------------------------------------------------------------------------------------------
+# ---- what stays lazy -------------------------------------------------------------------------------------------------
 
 
 def _derived(one: Any, hidden: Any, classes_second: bool = False) -> Any:
@@ -255,7 +255,7 @@ def _to(one: Any, *args: Any, **kwargs: Any) -> Any:
     if len(args) == 1 and not kwargs and isinstance(args[0], (torch.device, str)):
         wanted = torch.device(args[0])
         here = one._lazy.hidden.device
-        if wanted == here or wanted.type == here.type and wanted.index is None:
+        if wanted == here or (wanted.type == here.type and wanted.index is None):
             return one
     if not args and set(kwargs) == {"dtype"}:
         return _cast(one, kwargs["dtype"])
@@ -312,14 +312,14 @@ def _spares_the_last(index: Any, dims: int) -> bool:
     for item in items:
         if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
             taken += item.dim()
-        elif isinstance(item, (int, slice)) and not isinstance(item, bool) or isinstance(item, torch.Tensor):
+        elif (isinstance(item, (int, slice)) and not isinstance(item, bool)) or isinstance(item, torch.Tensor):
             taken += 1
         elif item is not None and item is not Ellipsis:
             return False
     whole = isinstance(items[-1], slice) and items[-1] == slice(None)
     if any(item is Ellipsis for item in items):
         return items[-1] is Ellipsis or whole
-    return taken < dims or whole and taken == dims
+    return taken < dims or (whole and taken == dims)
 
 
 def _transpose(one: Any, first: Any, second: Any) -> Any:
@@ -408,7 +408,7 @@ _STAYS: dict[Any, Callable[..., Any]] = {
     torch.transpose: _transpose,
     _T.permute: _permute,
     torch.permute: lambda one, dims: _permute(one, dims),
-    _T.mT.__get__: lambda one: _transpose(one, 1, 2),  # type: ignore[attr-defined]
+    _T.mT.__get__: lambda one: _transpose(one, 1, 2),
     _T.detach: _detach,
 }
 

@@ -2,9 +2,9 @@
 
 Imported in the user's process, once torch is there. Python 3.9.
 
-A block of the vocabulary, and not of the tokens as elsewhere: each block of the weight's gradient is then one product, as
-without blocks, and what has to be summed over the blocks is the gradient of the input, small enough to be summed in
-float32.
+A block of the vocabulary, and not of the tokens as elsewhere: each block of the weight's gradient is then one product,
+as without blocks, and what has to be summed over the blocks is the gradient of the input, small enough to be summed
+in float32.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def linear_cross_entropy(
 ) -> Any:
     """Return ``cross_entropy(linear(hidden, weight, bias), target)``; the gradients too are made in blocks.
 
-    ``hidden`` has the shape (N, in), ``target`` (N) holds classes. ``weight`` and ``bias`` may be wider than ``hidden``,
-    as under autocast: the product is made in hidden's dtype, everything after it in at least float32. The result has
-    the ``dtype``, hidden's where none is given. Costs one product more than the plain loss, in the backward pass.
+    ``hidden`` has the shape (N, in), ``target`` (N) holds classes. ``weight`` and ``bias`` may be wider than
+    ``hidden``, as under autocast: the product is made in hidden's dtype, everything after it in at least float32. The
+    result has the ``dtype``, hidden's where none is given. Costs one product more than the plain loss, in backward.
     """
     return _LinearCrossEntropy.apply(hidden, weight, bias, target, loss, dtype or hidden.dtype, blocks)
 
@@ -44,7 +44,7 @@ def block_size(classes: int, blocks: int) -> int:
     return max(64, -(-classes // blocks + 63) // 64 * 64) if blocks > 1 else classes
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, target: Any, loss: Loss, dtype: Any, blocks: int) -> Any:
         classes = weight.shape[0]
@@ -83,7 +83,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (rows.sum() if count is None else rows.sum() / count).to(dtype)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Any) -> Any:
         hidden, weight, bias, target, valid, lse, of_target, mass, count = ctx.saved_tensors
         loss, step = ctx.loss, ctx.step

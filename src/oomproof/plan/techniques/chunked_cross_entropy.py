@@ -24,8 +24,8 @@ _LIBRARIES = {"liger": "liger-kernel", "cut-cross-entropy": "cut-cross-entropy"}
 class ChunkedCrossEntropy(Technique):
     """The logits that only a cross entropy reads are made a block of the vocabulary at a time, and again in backward.
 
-    Option ``use``: "blocks" (this tool's own, of PyTorch's operators), "torch" (``F.linear_cross_entropy``, torch 2.14),
-    "liger" or "cut-cross-entropy". Option ``blocks``: how many blocks, 16 where it is missing.
+    Option ``use``: "blocks" (this tool's own, of PyTorch's operators), "torch" (``F.linear_cross_entropy`` of torch
+    2.14), "liger" or "cut-cross-entropy". Option ``blocks``: how many blocks, 16 where it is missing.
     """
 
     name = "chunked-cross-entropy"
@@ -44,9 +44,7 @@ class ChunkedCrossEntropy(Technique):
 
     def unfit(self, facts: Facts) -> str | None:
         if not any(model.head for model in facts.models):
-            return (
-                "no model ends in a Linear onto a vocabulary (4,096 classes or more, four times wider than its input)"
-            )
+            return "no model ends in a Linear onto a vocabulary (4,096 classes or more, and four times its input)"
         if "compile" in facts.uses:
             return "the script compiles: the head's output cannot be put off inside a compiled model"
         if facts.framework in ("fsdp", "deepspeed") or "fsdp" in facts.uses:
@@ -215,14 +213,15 @@ def _of_torch(own: Any) -> Any:
 
 
 def _of_liger(own: Any) -> Any:
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Function
+    library: Any = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
+    function = library.LigerFusedLinearCrossEntropyFunction
 
     def compute(hidden: Any, weight: Any, bias: Any, target: Any, loss: Any, dtype: Any) -> Any:
         if loss.reduction == "none" or not hidden.is_cuda:
             return own(hidden, weight, bias, target, loss, dtype)
         weight, bias = _same_dtype(hidden, weight, bias)
         mass = None if loss.weight is None else loss.weight.float()
-        found = Function.apply(
+        found = function.apply(
             hidden, weight, target, bias, mass, loss.ignore_index, 0.0, loss.label_smoothing, loss.reduction
         )
         return (found[0] if isinstance(found, tuple) else found).to(dtype)
@@ -231,7 +230,7 @@ def _of_liger(own: Any) -> Any:
 
 
 def _of_cut_cross_entropy(own: Any) -> Any:
-    from cut_cross_entropy import linear_cross_entropy
+    linear_cross_entropy: Any = importlib.import_module("cut_cross_entropy").linear_cross_entropy
 
     def compute(hidden: Any, weight: Any, bias: Any, target: Any, loss: Any, dtype: Any) -> Any:
         narrow = str(hidden.dtype) == "torch.bfloat16"  # its kernels are for 16 bits

@@ -99,7 +99,7 @@ class Survey:
         for p in parameters.values():
             dtypes[str(p.dtype).replace("torch.", "")] += p.numel()
         modules = list(model.modules())
-        head, vocabulary = _head(torch, model)
+        head, vocabulary = vocabulary_head(torch, model)
         linear = [m for _, m in linear_layers(torch, model)]
         frozen = {id(m.weight): m.weight for m in linear if not m.weight.requires_grad}
         named = sum(1 for _ in model.named_parameters(remove_duplicate=False))
@@ -265,7 +265,7 @@ class Survey:
         ).to_json()
 
 
-def _head(torch: Any, model: Any) -> tuple[str | None, int | None]:
+def vocabulary_head(torch: Any, model: Any) -> tuple[str | None, int | None]:
     """Return the last Linear of a model if it is much wider than what it reads: the projection onto a vocabulary."""
     last = None
     for name, module in model.named_modules():

@@ -38,6 +38,9 @@ CLOSEST = 6
 #: A technique makes sense where what it lowers is at least so much of the peak.
 SHARE = 0.02
 
+#: What a technique can lower besides categories of the breakdown: idle segments, and what is outside the allocator.
+EVERYTHING = ("cached", "outside")
+
 
 @dataclass(slots=True, kw_only=True)
 class Budget:
@@ -183,31 +186,25 @@ class Search:
             self._try([g.candidate for g in rest[:CLOSEST]])
 
     def _is_useful(self, candidate: Candidate) -> bool:
-        """Return whether a change ran alone and lowers something."""
+        """Return whether a change ran alone, and lowers something or makes a step faster."""
         trial = self._trials.get(candidate.key)
         if trial is None or trial.measurement is None or trial.peak_bytes is None:
             return False
-        return any(factor < 1 - SHARE / 2 for factor in factors(self._baseline, trial).values())
+        return trial.expected_time < FASTER or any(
+            factor < 1 - SHARE / 2 for factor in factors(self._baseline, trial).values()
+        )
 
     def _first_that_fits(self, guesses: list[Guess]) -> None:
         """Try sets in the order of their guessed times until none could be faster than the best that fits."""
-        ahead = iter(guesses)
-        while True:
+        ahead = [g for g in guesses if g.candidate.key not in self._trials]
+        while self._budget.left():
             found = best(list(self._trials.values()))
             limit = found.expected_time * FASTER if found is not None else math.inf
-            batch = []
-            for guess in ahead:
-                if guess.time >= limit:
-                    return
-                if guess.candidate.key not in self._trials:
-                    batch.append(guess.candidate)
-                if len(batch) >= AT_ONCE:
-                    break
+            batch = [g.candidate for g in ahead[:AT_ONCE] if g.time < limit]
             if not batch:
                 return
             self._try(batch)
-            if not self._budget.left():
-                return
+            ahead = ahead[AT_ONCE:]
 
     def _try(self, candidates: Sequence[Candidate]) -> None:
         fresh = [c for c in candidates if c.key not in self._trials][: self._budget.left()]

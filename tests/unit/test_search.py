@@ -1,0 +1,180 @@
+"""plan/search.py: which candidates are tried, and what wins, over made-up runs whose truth is known."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+
+import pytest
+from measurement_samples import fitting
+
+from oomproof.measure.measurement import Breakdown, Demand
+from oomproof.plan.candidate import Candidate, Trial
+from oomproof.plan.cost import Ratio
+from oomproof.plan.search import Budget, Found, Search
+from oomproof.plan.technique import Change, conflict
+
+GIB = 1 << 30
+MOVES = [
+    Change("allocator-settings", {"settings": "expandable_segments:True"}),
+    Change("checkpoint-blocks"),
+    Change("checkpoint-selective"),
+    Change("optimizer-implementation", {"use": "for-loop"}),
+    Change("step-in-backward"),
+    Change("autocast", {"dtype": "bfloat16"}),
+    Change("optimizer-8bit", {"library": "torchao"}),
+]
+CATEGORIES = [f.name for f in fields(Breakdown)]
+
+
+class World:
+    """Made-up runs: each change has a factor on the time and on each category; together they save a little less."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.base = {name: self.random.randrange(0, 12) * GIB // 4 for name in CATEGORIES}
+        self.base["activation_bytes"] += 2 * GIB
+        self.effects: dict[str, tuple[float, dict[str, float]]] = {}
+        for move in MOVES:
+            lowered = self.random.sample(CATEGORIES, 3)
+            factors = {name: self.random.choice((0.1, 0.3, 0.6, 0.9)) for name in lowered}
+            self.effects[move.name] = self.random.choice((0.8, 1.0, 1.05, 1.3, 1.6)), factors
+        self.ran: list[Candidate] = []
+
+    def trial(self, candidate: Candidate, memory: int) -> Trial:
+        parts, time = dict(self.base), 1.0
+        for change in candidate.changes:
+            factor, factors = self.effects[change.name]
+            time *= factor
+            for name, value in factors.items():
+                parts[name] = int(parts[name] * value)
+        allocated = sum(parts.values())
+        reserved = allocated + GIB // 8 * (1 + len(candidate.changes))
+        device = reserved + GIB // 4
+        measured = replace(
+            fitting(),
+            verdict="fits" if device <= memory else "does-not-fit",
+            breakdown=Breakdown(**parts),
+            demand=Demand(allocated_bytes=allocated, reserved_bytes=reserved, device_bytes=device),
+        )
+        return Trial(
+            candidate=candidate,
+            verdict="fits" if device <= memory else "does-not-fit",
+            measurement=measured,
+            time=Ratio(low=time, expected=time, high=time),
+        )
+
+    def search(self, memory: int, **options: object) -> Found:
+        def evaluate(candidates: Sequence[Candidate]) -> Iterator[Trial]:
+            for candidate in candidates:
+                self.ran.append(candidate)
+                yield self.trial(candidate, memory)
+
+        baseline = self.trial(Candidate(changes=()), memory)
+        return Search(baseline=baseline, memory_bytes=memory, evaluate=evaluate, moves=MOVES, **options).run()  # type: ignore[arg-type]
+
+    def too_small(self) -> list[int]:
+        """Return sizes that the script does not fit as it is; where it does, nothing is looked for."""
+        return [memory for memory in SIZES[::3] if not self.trial(Candidate(changes=()), memory).fits]
+
+    def everything(self, memory: int) -> list[Trial]:
+        sets = [s for n in range(5) for s in itertools.combinations(MOVES, n) if conflict(s) is None]
+        return [self.trial(Candidate(changes=s), memory) for s in sets]
+
+
+SEEDS = range(12)
+SIZES = [n * GIB // 2 for n in range(2, 40)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_wins_was_run_and_fits(seed: int) -> None:
+    world = World(seed)
+    for memory in SIZES:
+        found = world.search(memory)
+        if found.winner is not None:
+            assert found.winner.fits
+            assert found.winner.peak_bytes is not None
+            assert found.winner.peak_bytes <= memory
+            assert found.winner is found.baseline or found.winner.candidate in world.ran
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_more_memory_never_gives_a_less_faithful_or_slower_plan(seed: int) -> None:
+    world = World(seed)
+    before = (math.inf, math.inf)
+    for memory in SIZES:
+        found = world.search(memory)
+        winner = found.winner
+        if winner is found.baseline:
+            break  # nothing has to change, and nothing is looked for
+        if winner is not None:
+            now = (winner.candidate.level, winner.expected_time)
+            assert now <= (before[0], before[1] * 1.0051), memory
+            before = now
+        else:
+            assert before == (math.inf, math.inf), "less memory had a plan"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_winner_is_never_worse_than_one_change_alone(seed: int) -> None:
+    world = World(seed)
+    for memory in world.too_small():
+        winner = world.search(memory).winner
+        alone = [world.trial(Candidate(changes=(m,)), memory) for m in MOVES]
+        for other in alone:
+            if other.fits:
+                assert winner is not None
+                assert (winner.candidate.level, winner.expected_time) <= (
+                    other.candidate.level,
+                    other.expected_time * 1.0051,
+                )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_where_any_set_fits_one_is_found(seed: int) -> None:
+    """And at that level of fidelity none is faster by more than the guesses tell."""
+    world = World(seed)
+    for memory in world.too_small():
+        winner = world.search(memory).winner
+        fitting_sets = [t for t in world.everything(memory) if t.fits]
+        assert (winner is not None) == bool(fitting_sets)
+        if winner is not None:
+            level = min(t.candidate.level for t in fitting_sets)
+            fastest = min(t.expected_time for t in fitting_sets if t.candidate.level == level)
+            assert winner.candidate.level == level
+            assert winner.expected_time <= fastest * 1.0051
+
+
+def test_nothing_is_run_where_it_fits_as_it_is() -> None:
+    world = World(0)
+    found = world.search(100 * GIB)
+    assert found.winner is found.baseline
+    assert not world.ran
+
+
+def test_the_budget_of_candidates_is_kept_and_said() -> None:
+    world = World(1)
+    found = world.search(GIB, budget=Budget(candidates=3))
+    assert len(world.ran) == 3
+    assert found.out_of_budget
+
+
+def test_less_faithful_changes_are_not_even_run_where_the_same_maths_fits() -> None:
+    world = World(3)
+    for memory in SIZES:
+        world.ran.clear()
+        winner = world.search(memory).winner
+        if winner is not None and winner.candidate.level == 0:
+            assert all(c.level == 0 for c in world.ran)
+
+
+def test_the_frontier_has_no_trial_that_another_beats_in_both() -> None:
+    found = World(5).search(4 * GIB)
+    line = found.frontier()
+    assert line
+    for one, other in itertools.pairwise(line):
+        assert one.expected_time <= other.expected_time
+        assert (one.peak_bytes or 0) > (other.peak_bytes or 0)

@@ -1,0 +1,89 @@
+"""plan/techniques: what each says of itself holds together."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+
+from oomproof.measure.profile import CATEGORIES
+from oomproof.plan.facts import BlockGroup, Facts, Loader, Model, Optimizer
+from oomproof.plan.search import EVERYTHING
+from oomproof.plan.technique import FIDELITIES, FRAMEWORKS, Change, Technique, conflict, techniques
+
+BLOCKS = BlockGroup("transformer.h", "Block", ("transformer.h.0", "transformer.h.1"), 1 << 20)
+
+#: A script that nearly every technique makes sense for.
+FACTS = Facts(
+    models=(
+        Model(
+            kind="GPT",
+            module="model",
+            parameters=1_000_000,
+            trainable=1_000_000,
+            parameter_bytes=4_000_000,
+            dtypes=("float32",),
+            blocks=(BLOCKS,),
+            head="lm_head",
+            vocabulary=50257,
+        ),
+    ),
+    optimizers=(Optimizer("AdamW", "torch.optim.adamw", {"lr": 1e-3, "foreach": None, "fused": None}, 1_000_000),),
+    loaders=(Loader(16, 1000, True, True),),
+    packages=dict.fromkeys(
+        ("bitsandbytes", "torchao", "peft", "liger-kernel", "cut-cross-entropy", "torch-pruning", "transformers"), "1.0"
+    ),
+    torch="2.14.1+cu130",
+    capability=(9, 0),
+    gpus=2,
+)
+ALL = list(techniques().values())
+
+
+def test_every_file_has_one_technique_of_its_own_name() -> None:
+    from oomproof.plan import techniques as package
+
+    files = {path.stem for path in __import__("pathlib").Path(package.__path__[0]).glob("*.py")} - {"__init__"}
+    assert len(techniques()) == len(files)
+
+
+@pytest.mark.parametrize("technique", ALL, ids=lambda t: t.name)
+def test_it_says_what_it_is(technique: Technique) -> None:
+    assert technique.fidelity in FIDELITIES
+    assert technique.title
+    assert technique.rests_on
+    assert technique.source.startswith("https://")
+    assert technique.lowers
+    assert set(technique.lowers) <= {*CATEGORIES, *EVERYTHING}
+    assert technique.excludes <= set(techniques()), "it excludes what is not there"
+    assert not technique.needs or technique.extra, "a library is needed, and nothing says how to get it"
+
+
+@pytest.mark.parametrize("technique", ALL, ids=lambda t: t.name)
+def test_its_variants_are_json_have_a_fidelity_and_code(technique: Technique) -> None:
+    variants = list(technique.variants(FACTS))
+    for options in variants:
+        change = Change(technique.name, options)
+        assert Change(change.to_json()["technique"], change.to_json().get("options", {})) == change
+        assert technique.fidelity_of(options) in FIDELITIES
+        assert technique.environment(options, {}) is not None
+        texts = [technique.code(options, framework, FACTS) for framework in FRAMEWORKS]
+        assert any(texts), "there is nothing that a person could write instead"
+    assert len({Change(technique.name, options).label for options in variants}) == len(variants), "labels are alike"
+
+
+def test_no_two_techniques_disagree_about_excluding_each_other() -> None:
+    """Exclusion holds both ways, whoever says it."""
+    for one in ALL:
+        for other in one.excludes:
+            assert conflict((Change(one.name), Change(other))) is not None
+            assert conflict((Change(other), Change(one.name))) is not None
+
+
+def test_their_modules_import_nothing_but_the_standard_library_until_they_are_installed() -> None:
+    """They are imported in the user's process before it is known whether they apply."""
+    for technique in ALL:
+        source = inspect.getsource(importlib.import_module(type(technique).__module__))
+        top = [line for line in source.splitlines() if line.startswith(("import ", "from "))]
+        assert not [line for line in top if "torch" in line.split()[1] or "transformers" in line], technique.name

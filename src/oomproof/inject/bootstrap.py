@@ -114,7 +114,7 @@ def _torch_imported(
 
 def change(torch: ModuleType, config: dict[str, Any], folder: Path) -> None:
     """Install a plan's changes, and what finds out about the script."""
-    if (config["changes"] or config["survey"]) and not is_compile_worker():
+    if (config["changes"] or config["survey"] or config["survey_blocks"]) and not is_compile_worker():
         from oomproof.plan.injection import Injection
 
         Injection(torch, config, folder).install()

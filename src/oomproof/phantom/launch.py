@@ -60,6 +60,7 @@ class Settings:
     phantom: bool = True  # False: the real GPU, for what is done to the script alone
     changes: tuple[dict[str, Any], ...] = ()  # of a plan, as plan.technique.Change.to_json gives them
     survey: bool = False  # find out about the script what the planner wants to know
+    survey_blocks: bool = False  # and what each of its model's repeated blocks takes
     world: World | None = None  # None: the world is the processes that the command starts
     list_modules: bool = False  # say which modules were imported, for a warm process
 
@@ -81,6 +82,7 @@ class Settings:
             "phantom": self.phantom,
             "changes": list(self.changes),
             "survey": self.survey,
+            "survey_blocks": self.survey_blocks,
             "meter": self.meter,
             "world": self.world.to_config() if self.world else None,
             "list_modules": self.list_modules,

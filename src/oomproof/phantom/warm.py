@@ -39,6 +39,7 @@ LATE_SETTINGS = (
     "list_modules",
     "changes",
     "survey",
+    "survey_blocks",
     "meter",
 )
 

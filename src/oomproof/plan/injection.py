@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from oomproof.inject.imports import when_imported
+from oomproof.plan.repeated import find_blocks
 from oomproof.plan.survey import Survey
 from oomproof.plan.technique import CannotApply, Change
 
@@ -59,6 +60,8 @@ class Injection:
         self.on_loader: list[Callable[[Any], None]] = []
         self.on_batches: list[Callable[[Any, Any], Any]] = []
         self._survey = Survey(torch, self._write) if config["survey"] else None
+        self._survey_blocks = bool(config["survey_blocks"])
+        self._blocks: dict[str, Any] | None = None
         self._said: list[dict[str, str]] = []
         self._refused: str | None = None
         self._asked: dict[int, Any] = {}  # modules whose parameters were asked for or that were moved, weakly
@@ -68,6 +71,8 @@ class Injection:
 
     def install(self) -> None:
         """Install every change, then watch for what they wait for."""
+        if self._survey_blocks:
+            self.on_model.append(self._survey_blocks_of)  # first: before they are wrapped
         for change in self.changes:
             self._guard(change.name, change.technique.install, self, change.options)
         self._wrap_modules()
@@ -119,10 +124,31 @@ class Injection:
         record: dict[str, Any] = {"pid": os.getpid(), "said": self._said, "refused": self._refused}
         if self._survey is not None:
             record["facts"] = self._survey.facts()
+        if self._blocks is not None:
+            record["blocks"] = self._blocks
         path = self.folder / RECORD.format(pid=os.getpid())
         scratch = path.with_suffix(f".{threading.get_ident()}.tmp")
         scratch.write_text(json.dumps(record))
         scratch.replace(path)
+
+    def _survey_blocks_of(self, model: Any) -> None:
+        """Watch the model's blocks, and record what the last whole step showed of them."""
+        from oomproof.plan.survey_blocks import BlockSurvey
+
+        blocks = [module for group in find_blocks(model) for module in group.modules]
+        if not blocks:
+            return
+        survey = BlockSurvey(blocks)
+        survey.__enter__()
+
+        def stepped(*_: Any) -> None:
+            try:
+                self._blocks = survey.result()
+            except ValueError:  # no whole pass: then nothing is known of the blocks, and nothing is recorded
+                self._blocks = None
+            self._write()
+
+        importlib.import_module("torch.optim.optimizer").register_optimizer_step_post_hook(stepped)
 
     # ---- modules -------------------------------------------------------------------------------------------------
 

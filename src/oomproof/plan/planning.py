@@ -16,6 +16,7 @@ from oomproof.phantom import launch
 from oomproof.plan.candidate import LEVELS, Trial, best
 from oomproof.plan.document import Plan
 from oomproof.plan.facts import Facts
+from oomproof.plan.refine import NAME, BlockChoice
 from oomproof.plan.search import Budget, Evaluate, Found, Search, applicable
 from oomproof.plan.state import State
 from oomproof.plan.technique import Change, techniques, world_size
@@ -90,6 +91,7 @@ def plan(
             moves=moves,
             allow=allow,
             budget=Budget(candidates=candidates, seconds=seconds),
+            refine=BlockChoice(trials, facts, spec.memory_bytes) if _may_refine(only, without) else None,
         )
         found = replace(search.run(), unfit=tuple(unfit))
     found, proof = _prove(job, found)
@@ -106,6 +108,10 @@ def plan(
         smallest=smallest_gpu(job, baseline),
         smallest_with_plan=smallest_gpu(job, proof) if made is not None and proof is not None else None,
     )
+
+
+def _may_refine(only: Sequence[str], without: Sequence[str]) -> bool:
+    return NAME not in without and (not only or NAME in only)
 
 
 def _check(allow: str, only: Sequence[str], without: Sequence[str], gpus: int) -> None:

@@ -18,6 +18,7 @@ from oomproof.errors import OomproofError
 from oomproof.measure.assemble import Outcome, assemble
 from oomproof.measure.measurement import Measurement
 from oomproof.phantom import launch
+from oomproof.plan.block_surveys import Survey
 from oomproof.plan.candidate import Candidate, Trial
 from oomproof.plan.cost import Ratio, relative_time
 from oomproof.plan.facts import Facts
@@ -44,6 +45,7 @@ class Ran:
     trial: Trial
     facts: Facts | None = None
     work: Work | None = None
+    blocks: Survey | None = None
 
 
 class Trials:
@@ -99,21 +101,26 @@ class Trials:
                 self._told(ran.trial)
             yield ran.trial
 
+    def survey_blocks(self, candidates: Sequence[Candidate]) -> Iterator[tuple[Trial, Survey | None]]:
+        """Run candidates without limit and yield what each showed, with what its blocks took where that is known."""
+        for ran in self._run(candidates, blocks=True):
+            yield ran.trial, ran.blocks
+
     # ---- how ---------------------------------------------------------------------------------------------------------
 
-    def _run(self, candidates: Sequence[Candidate], *, survey: bool = False) -> Iterator[Ran]:
+    def _run(self, candidates: Sequence[Candidate], *, survey: bool = False, blocks: bool = False) -> Iterator[Ran]:
         """Run each without limit; on the GPU's memory too where giving back the cache could make it fit."""
         first: dict[str, Ran] = {}
         for candidate in candidates:
-            self._submit(candidate, unlimited=True, survey=survey)
+            self._submit(candidate, unlimited=True, survey=survey, blocks=blocks)
         for done in self._bench.results():
             assert isinstance(done.request.tag, Tag)
             candidate, unlimited = done.request.tag
             if unlimited:
                 ran = self._judge(candidate, done)
-                if self._could_fit(ran.trial):
+                if self._could_fit(ran.trial) and not blocks:
                     first[candidate.key] = ran
-                    self._submit(candidate, unlimited=False, survey=False)
+                    self._submit(candidate, unlimited=False)
                 else:
                     yield ran
             else:
@@ -127,12 +134,13 @@ class Trials:
         needed = measured.demand.device_bytes - measured.demand.reserved_bytes + measured.demand.allocated_bytes
         return needed <= measured.gpu.memory_bytes
 
-    def _submit(self, candidate: Candidate, *, unlimited: bool, survey: bool) -> None:
+    def _submit(self, candidate: Candidate, *, unlimited: bool, survey: bool = False, blocks: bool = False) -> None:
         settings = replace(
             self._job.settings,
             changes=tuple(change.to_json() for change in candidate.changes),
             unlimited=unlimited,
             survey=survey,
+            survey_blocks=blocks,
             meter=True,
         )
         size = world_size(candidate.changes) or self._job.world_size
@@ -175,7 +183,13 @@ class Trials:
             said=tuple(entry for record in outcome.changes for entry in record["said"]),
         )
         facts = next((c["facts"] for c in outcome.changes if c.get("facts")), None)
-        return Ran(trial=trial, facts=Facts.from_json(facts) if facts else None, work=work)
+        blocks = next((c["blocks"] for c in outcome.changes if c.get("blocks")), None)
+        return Ran(
+            trial=trial,
+            facts=Facts.from_json(facts) if facts else None,
+            work=work,
+            blocks=Survey.from_dict(blocks) if blocks else None,
+        )
 
     def _on_own_memory(self, ran: Ran, done: Done) -> Ran:
         """Return what a run on the GPU's memory adds to one without limit: whether it fits, and how often it tried."""

@@ -46,14 +46,18 @@ def main(
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
     emit: Annotated[str | None, typer.Option(help=f"Show what to write by hand: {', '.join(FRAMEWORKS)}.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with all sets, and memory against time, to this file.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Say nothing while it runs.")] = False,
 ) -> None:
     """Find the cheapest changes that make a command fit; each candidate is run on the phantom."""
     if emit is not None and emit not in FRAMEWORKS:
         raise UsageError(f"--emit is {emit!r}; it must be one of {', '.join(FRAMEWORKS)}")
-    if output is not None and not output.parent.is_dir():
-        raise UsageError(f"there is no folder {output.parent} for the plan; create it first")
+    for path in (output, html):
+        if path is not None and not path.parent.is_dir():
+            raise UsageError(f"there is no folder {path.parent} for {path.name}; create it first")
     planned = plan(
         command,
         gpu=chosen_gpu(gpu, gpu_file),
@@ -74,6 +78,11 @@ def main(
     if output is not None and planned.plan is not None:
         write_plan(output, planned.plan)
         saved = str(output)
+    if html is not None:
+        from oomproof.report.page.files import write_page
+        from oomproof.report.plan_page import page
+
+        write_page(html, page(planned, emit or planned.facts.framework, saved))
     if json:
         sys.stdout.write(report.to_json_text(planned))
     else:

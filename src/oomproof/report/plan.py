@@ -11,7 +11,6 @@ from rich.text import Text
 
 from oomproof.plan.candidate import Trial, to_json
 from oomproof.plan.planning import Planned
-from oomproof.plan.technique import Change
 from oomproof.report.sheet import Body, Sheet
 from oomproof.report.words import NextCommand, plural
 from oomproof.units import format_bytes
@@ -36,13 +35,13 @@ def body(planned: Planned, emit: str | None = None) -> Body:
             yield Text()
             yield from _table(sheet, planned)
         if planned.plan is not None and found.winner is not None:
-            yield from _section(sheet, "Why", _reasons(planned))
+            yield from _section(sheet, "Why", reasons(planned))
             yield from _section(
                 sheet, "Changed", [f"{e['technique']}: {e['what']} ({e['where']})" for e in found.winner.said]
             )
-            yield from _section(sheet, "Mind", cautions(planned, found.winner.candidate.changes))
-        yield from _section(sheet, "Not tried", [f"{name}: {reason}" for name, reason in found.unfit])
-        yield from _section(sheet, "Other GPUs", _other_gpus(planned))
+            yield from _section(sheet, "Mind", mind(planned))
+        yield from _section(sheet, "Not tried", not_tried(planned))
+        yield from _section(sheet, "Other GPUs", other_gpus(planned))
         if emit is not None and planned.plan is not None:
             yield Text()
             yield Text(f"By hand ({emit})", "bold")
@@ -142,9 +141,16 @@ def _section(sheet: Sheet, label: str, lines: Sequence[str]) -> Iterator[Text]:
         yield Text.assemble((label.ljust(12) if place == 0 else " " * 12, "bold"), sheet.clean(line))
 
 
-def _reasons(planned: Planned) -> list[str]:
+def not_tried(planned: Planned) -> list[str]:
+    """Return the techniques that were not tried, each with its reason."""
+    return [f"{name}: {reason}" for name, reason in planned.found.unfit]
+
+
+def reasons(planned: Planned) -> list[str]:
+    """Return why the winner won and others did not."""
     found, winner = planned.found, planned.found.winner
-    assert winner is not None
+    if winner is None or winner is found.baseline:
+        return []
     fitting = [t for t in found.trials if t.fits]
     lines = [
         f"{plural(len(found.trials), 'set')} of changes ran, {len(fitting)} fit; of the most faithful of these it is "
@@ -168,22 +174,25 @@ def _lost(trial: Trial, winner: Trial, planned: Planned) -> str:
     return f"it lacks {format_bytes(trial.peak_bytes - planned.gpu.memory_bytes)}"
 
 
-def cautions(planned: Planned, changes: Sequence[Change]) -> list[str]:
-    """Return what a person must know before applying these changes."""
+def mind(planned: Planned) -> list[str]:
+    """Return what a person must know before applying the plan."""
+    winner = planned.found.winner
+    if winner is None:
+        return []
     found = []
-    for change in changes:
+    for change in winner.candidate.changes:
         caution = change.technique.caution(planned.facts, change.options)
         if caution:
             found.append(f"{change.name}: {caution}")
         if change.technique.proposal_only:
             found.append(f"{change.name}: `oomproof apply` leaves this to you; --emit code shows what to write")
-    winner = planned.found.winner
-    if winner is not None and winner.time is not None:
+    if winner.time is not None:
         found += [f"time: {what}" for what in winner.time.unknown]
     return found
 
 
-def _other_gpus(planned: Planned) -> list[str]:
+def other_gpus(planned: Planned) -> list[str]:
+    """Return the smallest GPUs that the script fits, as it is and with the plan."""
     lines = []
     if not planned.fits_as_it_is and planned.smallest is not None:
         lines.append(f"as it is the script fits {planned.smallest.key} ({format_bytes(planned.smallest.memory_bytes)})")
@@ -254,6 +263,6 @@ def to_json_text(planned: Planned) -> str:
         "not_tried": [{"technique": name, "reason": reason} for name, reason in found.unfit],
         "smallest_gpu": planned.smallest.key if planned.smallest else None,
         "smallest_gpu_with_plan": planned.smallest_with_plan.key if planned.smallest_with_plan else None,
-        "cautions": cautions(planned, found.winner.candidate.changes) if found.winner else [],
+        "cautions": mind(planned),
     }
     return json.dumps(data, indent=2) + "\n"

@@ -26,15 +26,14 @@ def page(source: Source, larger_gpu: str | None = None) -> str:
     Its content security policy allows nothing to be loaded, and no script to run but the two that are in it.
     Raises EnvironmentMissingError without plotly.
     """
-    plotly = _plotly()
-    script = _file("page.js")
+    library, script = plotly(), file("page.js")
     profile, measured = source.profile, source.measurement
     title = " ".join(measured.command) if measured is not None else source.path
     data = page_data(profile)
-    return Template(_file("page.html")).substitute(
-        policy=escape(_policy(plotly, script)),
+    return Template(file("page.html")).substitute(
+        policy=escape(policy(library, script)),
         title=escape(clean(title, limit=80)),
-        css=_file("page.css"),
+        css=file("page.css"),
         verdict=parts.verdict(source),
         warning=parts.warning(source),
         figures=parts.figures(source),
@@ -43,8 +42,8 @@ def page(source: Source, larger_gpu: str | None = None) -> str:
         steps=parts.steps(source),
         unknown=parts.unknowns(source),
         next=parts.following(source, larger_gpu),
-        data=_json_for_html(data),
-        plotly=plotly,
+        data=json_for_html(data),
+        plotly=library,
         script=script,
         made_by=escape(f"oomproof {oomproof.__version__}"),
     )
@@ -52,11 +51,12 @@ def page(source: Source, larger_gpu: str | None = None) -> str:
 
 def write_page(path: str | os.PathLike[str], text: str) -> None:
     """Write the page to ``path`` in one atomic step. Raises UsageError when the place cannot be written."""
-    with replacing(Path(path)) as file:
-        file.write(text.encode("utf-8", "backslashreplace"))
+    with replacing(Path(path)) as written:
+        written.write(text.encode("utf-8", "backslashreplace"))
 
 
-def _plotly() -> str:
+def plotly() -> str:
+    """Return plotly.js. Raises EnvironmentMissingError without plotly."""
     try:
         from plotly.offline import get_plotlyjs  # here: the other verbs need not wait for it
     except ImportError:
@@ -64,11 +64,13 @@ def _plotly() -> str:
     return str(get_plotlyjs())
 
 
-def _file(name: str) -> str:
+def file(name: str) -> str:
+    """Return one of the page's own files."""
     return package_files("oomproof.report.page").joinpath(name).read_text(encoding="utf-8")
 
 
-def _policy(*scripts: str) -> str:
+def policy(*scripts: str) -> str:
+    """Return a content security policy under which these scripts run, and nothing is loaded."""
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     return (
@@ -77,7 +79,7 @@ def _policy(*scripts: str) -> str:
     )
 
 
-def _json_for_html(data: object) -> str:
+def json_for_html(data: object) -> str:
     """Return JSON that cannot end the element it stands in, or begin a comment there."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -3,12 +3,12 @@
     python benchmarks/memory_budget.py [--scale 8] [--json FILE]
         (7 minutes on 2 cores; the CUDA build of torch 2.14, transformers; no GPU)
 
-The issue (https://github.com/pytorch/pytorch/issues/197838) reports that a lower budget can take more memory: a Llama of
-4 x SCALE layers of 256 channels in float32, 2 sequences of 128 x SCALE tokens, gradients zeroed in place, and the peak
-of one forward and backward above what was allocated before it. Here the same is measured on a phantom T4, which has
-the architecture of the issue's GTX 1650, once compiled with each budget, once in eager mode with the action that
-oomproof.plan.blocks chooses for each layer, applied with torch.utils.checkpoint. A budget b is for the latter a limit in
-bytes: b times what the step takes when all layers keep everything. A choice that misses its limit is corrected.
+The issue (https://github.com/pytorch/pytorch/issues/197838) reports that a lower budget can take more memory: a Llama
+of 4 x SCALE layers of 256 channels in float32, 2 sequences of 128 x SCALE tokens, gradients zeroed in place, and the
+peak of one forward and backward above what was allocated before it. Here the same is measured on a phantom T4, which
+has the architecture of the issue's GTX 1650: once compiled with each budget, once in eager mode with the action that
+oomproof.plan.blocks chooses for each layer, applied with torch.utils.checkpoint. A budget b is for the latter a limit
+in bytes: b times what the step takes when all layers keep everything. A choice that misses its limit is corrected.
 """
 
 from __future__ import annotations
@@ -115,12 +115,20 @@ def build(scale: int) -> tuple[Any, Any]:
     import torch
     from transformers import LlamaConfig, LlamaModel
 
-    shape = dict(hidden_size=256, intermediate_size=688, num_attention_heads=8, num_key_value_heads=8, vocab_size=1000)
-
     class Summed(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = LlamaModel(LlamaConfig(**shape, num_hidden_layers=4 * scale, use_cache=False))
+            self.model = LlamaModel(
+                LlamaConfig(
+                    hidden_size=256,
+                    intermediate_size=688,
+                    num_hidden_layers=4 * scale,
+                    num_attention_heads=8,
+                    num_key_value_heads=8,
+                    vocab_size=1000,
+                    use_cache=False,
+                )
+            )
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return self.model(input_ids=ids).last_hidden_state.sum()

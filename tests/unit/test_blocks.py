@@ -322,7 +322,9 @@ def test_runs_are_read_into_a_problem() -> None:
     assert [group.count for group in problem.groups] == [2, 1]
     assert problem.base_bytes == 101
     assert [a.retained_bytes for a in problem.groups[0].actions] == [20, 2]
-    assert problem.predict(["keep"] * 3).peak_bytes == 520
+    found = solve(problem, 520)
+    assert isinstance(found, Choice)
+    assert (found.kinds, found.peak_bytes, found.measured) == (("keep",), 520, True)
     assert survey(20, 100).blocks[2] == SurveyedBlock(
         retained_bytes=20, forward_transient_bytes=30, backward_transient_bytes=9, gradient_bytes=6
     )

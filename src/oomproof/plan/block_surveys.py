@@ -53,8 +53,8 @@ def problem_from_surveys(
     """Return the problem that runs with one action each describe; ``seconds`` are per action and block.
 
     Successive blocks become one group when each figure differs by at most ``alike_bytes``; what the group retains
-    is then the mean, its other figures the highest. What should not depend on the action is taken at its highest. The
-    runs themselves are observations. Raises ValueError when they have different numbers of blocks.
+    and leaves is then the mean, its transients are the highest. What should not depend on the action is taken at its
+    highest. The runs themselves are observations. Raises ValueError when they have different numbers of blocks.
     """
     counts = {name: len(survey.blocks) for name, survey in surveys.items()}
     counts |= {f"seconds of {name}": len(values) for name, values in seconds.items()}
@@ -107,17 +107,20 @@ def _group(surveys: Mapping[str, Survey], seconds: Mapping[str, Sequence[float]]
     def figures(survey: Survey, figure: str) -> list[int]:
         return [getattr(survey.blocks[index], figure) for index in members]
 
+    def mean(survey: Survey, figure: str) -> int:
+        return -(-sum(figures(survey, figure)) // len(members))
+
     return BlockGroup(
         actions=tuple(
             Action(
                 name=name,
-                retained_bytes=-(-sum(figures(survey, "retained_bytes")) // len(members)),
+                retained_bytes=mean(survey, "retained_bytes"),
                 forward_transient_bytes=max(figures(survey, "forward_transient_bytes")),
                 backward_transient_bytes=max(figures(survey, "backward_transient_bytes")),
                 seconds=seconds[name][members[0]],
             )
             for name, survey in surveys.items()
         ),
-        gradient_bytes=max(max(figures(survey, "gradient_bytes")) for survey in surveys.values()),
+        gradient_bytes=max(mean(survey, "gradient_bytes") for survey in surveys.values()),
         count=len(members),
     )

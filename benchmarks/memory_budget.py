@@ -67,8 +67,9 @@ def in_phantom(child: str, scale: int) -> Any:
     from oomproof.gpus import get_gpu
     from oomproof.phantom import launch
 
-    # Observed: transformers asks for values on the GPU whether sequences are packed, and the answer decides the mask.
-    settings = launch.Settings(gpu=get_gpu(GPU), steps=None)
+    # transformers asks for values on the GPU whether sequences are packed, and the answer decides the mask: in eager
+    # mode those values have to be right, which they are in observed processes.
+    settings = launch.Settings(gpu=get_gpu(GPU), observe=child == "chosen", steps=None)
     command = [sys.executable, __file__, "--child", child, "--scale", str(scale)]
     with tempfile.TemporaryDirectory() as folder:
         process = launch.start(command, settings, Path(folder), stdout=subprocess.PIPE)

@@ -14,6 +14,9 @@ peak: some best choice has its actions in runs of that order, and counts lose no
 one way, so only its first or its last block matters. As a rule blocks that recompute come first and blocks that keep
 come last: the recomputation of a block has the more room, the less the blocks before it retain. Where no order serves
 both directions, the blocks of the group are told apart.
+
+An action that is slower than another of its block and takes as much in every figure is never part of a fastest choice,
+and left out.
 """
 
 from __future__ import annotations
@@ -21,14 +24,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from oomproof.plan.blocks import BlockGroup, Problem
+from oomproof.plan.blocks import Action, BlockGroup, Problem
 
 _SCALE = 1 << 20  # the largest figure of a row, so that HiGHS's tolerance of 1e-6 is far below a byte's share
 _ATTEMPTS = 4
 
 
-def run_order(group: BlockGroup, *, gradients_resident: bool) -> list[int] | None:
-    """Return the order in which runs of the group's actions lose nothing, None where there is none."""
+def useful(problem: Problem, group: BlockGroup) -> list[int]:
+    """Return the actions that a fastest choice may use."""
+
+    def beaten(action: Action, by: Action) -> bool:
+        return (
+            problem.ticks(group, by) < problem.ticks(group, action)
+            and by.retained_bytes <= action.retained_bytes
+            and by.forward_transient_bytes <= action.forward_transient_bytes
+            and by.backward_transient_bytes <= action.backward_transient_bytes
+        )
+
+    actions = group.actions
+    return [index for index, action in enumerate(actions) if not any(beaten(action, other) for other in actions)]
+
+
+def run_order(group: BlockGroup, indices: list[int], *, gradients_resident: bool) -> list[int] | None:
+    """Return the order in which runs of some of a group's actions lose nothing, None where there is none."""
     gradient = 0 if gradients_resident else group.gradient_bytes
     forward = [(action.retained_bytes, action.forward_transient_bytes) for action in group.actions]
     backward = [
@@ -42,7 +60,7 @@ def run_order(group: BlockGroup, *, gradients_resident: bool) -> list[int] | Non
             for line in (forward, backward)
         )
 
-    left = list(range(len(group.actions)))
+    left = list(indices)
     order: list[int] = []
     while left:
         # Any that may precede all others will do: an order of the others remains an order without it.
@@ -69,9 +87,11 @@ def _parts(problem: Problem) -> tuple[list[_Part], int]:
     parts = []
     block = column = 0
     for group in problem.groups:
-        order = run_order(group, gradients_resident=problem.gradients_resident) if group.count > 1 else None
+        indices = useful(problem, group)
+        resident = problem.gradients_resident
+        order = run_order(group, indices, gradients_resident=resident) if group.count > 1 else None
         if order is None:
-            order = list(range(len(group.actions)))
+            order = indices
             for _ in range(group.count):
                 parts.append(_Part(group, block, 1, order, column))
                 block, column = block + 1, column + len(order)
@@ -141,12 +161,22 @@ def fastest(
         result = milp(cost, integrality=whole, bounds=Bounds(0, upper), constraints=constraints, options=options)
         if result.x is None:
             break
-        actions = _actions(parts, result.x)
+        actions = _in_runs(problem, _actions(parts, result.x), budget_bytes)
         over = problem.predict(actions).peak_bytes - budget_bytes
         if over <= 0:
             return actions, result.status == 0
         limits = limits - over  # rounding to whole numbers went over by a few bytes
     return fallback, False
+
+
+def _in_runs(problem: Problem, actions: tuple[str, ...], budget_bytes: int) -> tuple[str, ...]:
+    """Sort the actions of each group into runs, those with the highest backward first, where that fits as well."""
+    tidy: list[str] = []
+    for group in problem.groups:
+        backward = {action.name: action.backward_transient_bytes for action in group.actions}
+        members = actions[len(tidy) : len(tidy) + group.count]
+        tidy += sorted(members, key=lambda name: (-backward[name], name))
+    return tuple(tidy) if problem.predict(tidy).peak_bytes <= budget_bytes else actions
 
 
 def _memory_rows(problem: Problem, budget_bytes: int, parts: list[_Part], width: int) -> _Rows:

@@ -30,8 +30,8 @@ CHOSEN = tuple(step / 20 for step in range(1, 21))
 ATTEMPTS = 6
 MARKER = "result: "
 
-#: What the issue and its author's repository (siddddd17/ackaudit, results/measured_backward: endpoints, fine, and from 0.4
-#: on coarse_rerun) give: bytes above those allocated before, torch 2.14.0, GTX 1650. Their two sweeps differ by up to
+#: What the issue and its author's repository (siddddd17/ackaudit, results/measured_backward: endpoints, fine, from 0.4
+#: coarse_rerun) give: bytes above those allocated before, torch 2.14.0, GTX 1650. Their two sweeps differ by up to
 #: 0.5 MB where they overlap.
 PUBLISHED = {
     8: {

@@ -9,12 +9,15 @@ from typing import Annotated
 
 import typer
 
+from oomproof import api
 from oomproof.cli.run import chosen_gpu
 from oomproof.errors import EXIT_DOES_NOT_FIT, EXIT_FITS, UsageError
 from oomproof.plan.candidate import Trial
-from oomproof.plan.document import write_plan
+from oomproof.plan.document import read_plan, write_plan
+from oomproof.plan.largest import Tried, find_largest
 from oomproof.plan.planning import CANDIDATES, SECONDS, plan
 from oomproof.plan.technique import FRAMEWORKS
+from oomproof.report import largest as largest_report
 from oomproof.report import plan as report
 from oomproof.report.sheet import print_sheet
 from oomproof.units import format_bytes
@@ -39,6 +42,12 @@ def main(
     candidates: Annotated[int, typer.Option(min=1, help="Sets of changes to run at most.")] = CANDIDATES,
     seconds: Annotated[float, typer.Option(min=1, help="Time after which no further set is begun.")] = SECONDS,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 3,
+    largest: Annotated[
+        str | None,
+        typer.Option(metavar="OPTION", help="Find the largest value of the command's own OPTION that fits instead."),
+    ] = None,
+    multiple_of: Annotated[int, typer.Option(min=1, help="With --largest: values to try are multiples of this.")] = 1,
+    with_plan: Annotated[Path | None, typer.Option(help="With --largest: the plan that is applied.")] = None,
     executor: Annotated[str, typer.Option(help="Where sets are run: local, ray or slurm.")] = "local",
     workers: Annotated[int | None, typer.Option(min=1, help="Runs at once; default: what the machine allows.")] = None,
     resume: Annotated[
@@ -58,6 +67,15 @@ def main(
     for path in (output, html):
         if path is not None and not path.parent.is_dir():
             raise UsageError(f"there is no folder {path.parent} for {path.name}; create it first")
+    if largest is not None:
+        changes = read_plan(with_plan).changes if with_plan is not None else ()
+        job = api.prepare(command, gpu=chosen_gpu(gpu, gpu_file), memory=memory, steps=steps)
+        found = find_largest(job, largest, changes=changes, multiple=multiple_of, told=None if quiet else _tell)
+        if json:
+            sys.stdout.write(largest_report.to_json_text(found, job))
+        else:
+            print_sheet(largest_report.body(found, job), largest_report.after(found, job))
+        raise typer.Exit(EXIT_FITS if found.answer is not None else EXIT_DOES_NOT_FIT)
     planned = plan(
         command,
         gpu=chosen_gpu(gpu, gpu_file),
@@ -88,6 +106,13 @@ def main(
     else:
         print_sheet(report.body(planned, emit), report.after(planned, saved))
     raise typer.Exit(EXIT_FITS if planned.found.winner is not None else EXIT_DOES_NOT_FIT)
+
+
+def _tell(tried: Tried) -> None:
+    verdict = "fits" if tried.fits else "does not fit"
+    print(
+        f"oomproof: {tried.value:,}: {verdict}, {format_bytes(tried.measurement.demand.device_bytes)}", file=sys.stderr
+    )
 
 
 def _names(text: str) -> list[str]:

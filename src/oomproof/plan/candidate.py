@@ -38,6 +38,11 @@ class Candidate:
         return fidelity(self.changes)
 
     @property
+    def by_hand(self) -> bool:
+        """Return whether some change is one that only the person can make; the phantom shows what it would save."""
+        return any(change.technique.proposal_only for change in self.changes)
+
+    @property
     def level(self) -> int:
         """Return 0 for the same maths, 1 for approximate, 2 for another model."""
         return LEVELS[self.fidelity]
@@ -77,8 +82,11 @@ class Trial:
 
 
 def best(trials: Sequence[Trial]) -> Trial | None:
-    """Return the cheapest of those that fit; of equally fast ones the more faithful and the simpler."""
-    fitting = [t for t in trials if t.fits]
+    """Return the cheapest of those that fit; of equally fast ones the more faithful and the simpler.
+
+    None of them has a change that only the person can make.
+    """
+    fitting = [t for t in trials if t.fits and not t.candidate.by_hand]
     if not fitting:
         return None
     first = min(fitting, key=Trial.order)
@@ -112,5 +120,6 @@ def to_json(trial: Trial) -> dict[str, Any]:
         else {"low": trial.time.low, "expected": trial.time.expected, "high": trial.time.high},
         "relative_time_reason": trial.time_reason or None,
         "fidelity": candidate.fidelity,
+        "by_hand": candidate.by_hand,
         "changed": [dict(entry) for entry in trial.said],
     }

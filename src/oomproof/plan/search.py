@@ -188,7 +188,7 @@ class Search:
     def _is_useful(self, candidate: Candidate) -> bool:
         """Return whether a change ran alone, and lowers something or makes a step faster."""
         trial = self._trials.get(candidate.key)
-        if trial is None or trial.measurement is None or trial.peak_bytes is None:
+        if trial is None or trial.measurement is None or trial.peak_bytes is None or candidate.by_hand:
             return False
         return trial.expected_time < FASTER or any(
             factor < 1 - SHARE / 2 for factor in factors(self._baseline, trial).values()

@@ -40,11 +40,12 @@ def body(planned: Planned, emit: str | None = None) -> Body:
                 sheet, "Changed", [f"{e['technique']}: {e['what']} ({e['where']})" for e in found.winner.said]
             )
             yield from _section(sheet, "Mind", mind(planned))
+        yield from _section(sheet, "By hand", by_hand(planned))
         yield from _section(sheet, "Not tried", not_tried(planned))
         yield from _section(sheet, "Other GPUs", other_gpus(planned))
         if emit is not None and planned.plan is not None:
             yield Text()
-            yield Text(f"By hand ({emit})", "bold")
+            yield Text(f"Code ({emit})", "bold")
             for line in code(planned, emit).splitlines():
                 yield Text("  " + sheet.clean(line) if line.strip() else "")
 
@@ -141,6 +142,20 @@ def _section(sheet: Sheet, label: str, lines: Sequence[str]) -> Iterator[Text]:
         yield Text.assemble((label.ljust(12) if place == 0 else " " * 12, "bold"), sheet.clean(line))
 
 
+def by_hand(planned: Planned) -> list[str]:
+    """Return what changes that only the person can make would save."""
+    found, lines = planned.found, []
+    for trial in found.trials:
+        if not trial.candidate.by_hand or trial.peak_bytes is None or found.baseline.peak_bytes is None:
+            continue
+        change = trial.candidate.changes[0]
+        saved = found.baseline.peak_bytes - trial.peak_bytes
+        if saved > 0:
+            fits = ", and it fits" if trial.fits else ""
+            lines.append(f"{change.label}: {change.technique.title}: {format_bytes(saved)} less{fits}")
+    return lines
+
+
 def not_tried(planned: Planned) -> list[str]:
     """Return the techniques that were not tried, each with its reason."""
     return [f"{name}: {reason}" for name, reason in planned.found.unfit]
@@ -184,8 +199,6 @@ def mind(planned: Planned) -> list[str]:
         caution = change.technique.caution(planned.facts, change.options)
         if caution:
             found.append(f"{change.name}: {caution}")
-        if change.technique.proposal_only:
-            found.append(f"{change.name}: `oomproof apply` leaves this to you; --emit code shows what to write")
     if winner.time is not None:
         found += [f"time: {what}" for what in winner.time.unknown]
     return found

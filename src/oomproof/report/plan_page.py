@@ -33,7 +33,11 @@ def page(planned: Planned, framework: str, saved: str | None) -> str:
         verdict=f'<div class="verdict {tone}"><h1>{text(head.plain)}</h1><p><code>{text(" ".join(planned.command))}</code></p></div>',
         sets=_sets(planned),
         why=_list(
-            report.reasons(planned) + report.mind(planned) + report.not_tried(planned) + report.other_gpus(planned)
+            report.reasons(planned)
+            + report.mind(planned)
+            + report.by_hand(planned)
+            + report.not_tried(planned)
+            + report.other_gpus(planned)
         ),
         code=f"<pre><code>{escape(report.code(planned, framework))}</code></pre>"
         if planned.plan

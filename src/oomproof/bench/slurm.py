@@ -139,8 +139,12 @@ class Slurm:
         self._closing.set()
         self._watcher.join()
         self._fail("stopped")
+        end = time.monotonic() + BEAT_SECONDS
+        while not all(job.done() for job in self._jobs) and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
         for job in self._jobs:
-            job.cancel(check=False)
+            if not job.done():
+                job.cancel(check=False)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -99,6 +99,8 @@ class Warm:
                 self._drop(name, f"it imports {taken[0]}, which for the script is a module of its own")
             if _threads() and _threads_after_a_fork():
                 self._drop(name, f"it starts a thread, {_threads()[0]}")
+            if getattr(sys.modules.get("pynvml"), "nvmlLib", None) is not None:
+                self._drop(name, "it asks NVML for GPUs, which differ between runs")
             if asked:
                 self._drop(name, f"it calls torch._C.{asked[0]}, after which torch refuses CUDA in forked processes")
         for attribute, original in asked.originals.items():

@@ -113,7 +113,7 @@ class Key(NamedTuple):
         early = {name: value for name, value in config.items() if name not in LATE_SETTINGS}
         if early.get("world"):
             early["world"] = {**early["world"], "folder": None}
-        early["gpus"] = [{**gpu, "memory": None, "nvml_memory": None} for gpu in early["gpus"]]
+        early["gpus"] = len(early["gpus"])  # to see more of them CUDA has to be started, which forbids forks
         return cls(
             replace(command, arguments=()),
             str(cwd),

@@ -266,7 +266,7 @@ def test_forks_of_one_process_have_different_gpus(folder: Path) -> None:
     found = {}
     for warm in (False, True):
         with Bench([child_module.PYTHON, "script.py"], cwd=folder, workers=1, warm=warm) as bench:
-            asked = [Request(settings=Settings(gpu=get_gpu(name))) for name in ("t4", "h100-sxm", "t4", "a100-80gb")]
+            asked = [Request(settings=Settings(gpu=get_gpu(name))) for name in ("t4", "h100-80gb", "t4", "a100-80gb")]
             found[warm] = [_measured(d) for d in bench.run(asked)]
     assert found[False] == found[True]
     assert len({json.dumps(f) for f in found[True]}) > 1

@@ -95,7 +95,7 @@ def test_what_nobody_looks_at_during_imports_needs_no_process_of_its_own(setting
     ],
 )
 def test_what_imports_may_look_at_needs_a_process_of_its_own(settings: dict[str, Any]) -> None:
-    """The number of GPUs, the environment, and what is installed when torch is imported are the same in all forks of a process."""
+    """The number of GPUs, the environment and what is installed with torch are the same in all forks of a process."""
     assert _key(**settings) != _key()
 
 

@@ -182,6 +182,7 @@ class Server:
         self._processes: dict[int, Process] = {}
         self._started: dict[str, int] = {}
         self._last_words = ""
+        self.promised = 0  # runs that are about to be asked for
         self.dropped: dict[str, str] = {}  # packages that are left to the runs to import, and why
 
     def start(self) -> None:
@@ -301,8 +302,8 @@ class Server:
 
     @property
     def running(self) -> int:
-        """How many runs have not ended."""
-        return len(self._processes)
+        """How many runs have not ended, or are about to begin."""
+        return len(self._processes) + self.promised
 
     def _end_process(self) -> None:
         if self._socket is not None:
@@ -374,16 +375,20 @@ class Servers:
             server = self._server(parsed, settings, modules, env, cwd)
         if server is None or parsed is None:
             return launch.start(command, settings, run_folder, stdout=stdout, stderr=stderr, env=env, cwd=cwd)
-        with open(os.devnull, "rb") as nothing:
-            return server.run(
-                settings,
-                parsed.arguments,
-                run_folder,
-                stdin=nothing.fileno(),
-                stdout=_descriptor(stdout, 1),
-                stderr=_descriptor(stderr, 2),
-                env=env,
-            )
+        try:
+            with open(os.devnull, "rb") as nothing:
+                return server.run(
+                    settings,
+                    parsed.arguments,
+                    run_folder,
+                    stdin=nothing.fileno(),
+                    stdout=_descriptor(stdout, 1),
+                    stderr=_descriptor(stderr, 2),
+                    env=env,
+                )
+        finally:
+            with self._lock:
+                server.promised -= 1
 
     def _server(
         self,
@@ -404,7 +409,10 @@ class Servers:
                     found = None
                 if found is not None:
                     self._servers[key] = found  # used last
-                    return found if isinstance(found, Server) else None
+                    if isinstance(found, CannotWarm):
+                        return None
+                    found.promised += 1
+                    return found
                 self._make_room()
             server = Server(command, settings, modules, env=env, cwd=cwd)
             server.dropped.update(self._dropped)
@@ -417,6 +425,7 @@ class Servers:
                 return None
             with self._lock:
                 self._dropped.update(server.dropped)
+                server.promised += 1
                 self._servers[key] = server
             return server
 

@@ -48,6 +48,8 @@ _PLAIN_OPTIONS = frozenset(("-u", "-O", "-OO", "-B", "-q", "-b", "-bb", "-d", "-
 _OPTIONS_WITH_VALUE = frozenset(("-W", "-X"))
 
 GRACE_SECONDS = 5.0
+IMPORT_SECONDS = 300.0  # for all modules; a library that waits for something must not stop everything
+ANSWER_SECONDS = 60.0
 MOST_DROPPED = 4  # packages that no fork can go on from; each costs a start, and what imports it is another
 
 
@@ -197,7 +199,7 @@ class Server:
             self._end_process()
             at = answer.get("drop")
             if at is None:
-                raise CannotWarm(answer.get("why") or f"it ended while it imported modules: {self._log()}")
+                raise CannotWarm(answer.get("why") or f"it ended or stopped while it imported modules: {self._log()}")
             self.dropped[_package(at)] = answer["why"]
             if len(self.dropped) > MOST_DROPPED:
                 names = names[: names.index(at)]  # those could be shared
@@ -225,7 +227,10 @@ class Server:
                 start_new_session=True,
                 pass_fds=(theirs.fileno(),),
             )
-        return self._receive() or {}
+        ours.settimeout(IMPORT_SECONDS)
+        answer = self._receive() or {}
+        ours.settimeout(ANSWER_SECONDS)
+        return answer
 
     def run(
         self,

@@ -76,11 +76,11 @@ SCRIPTS = {
     "a local module": "import beside, torch\nprint(beside.VALUE); torch.zeros(beside.VALUE, device='cuda')\n",
     "spawns": textwrap.dedent("""
         import torch, torch.multiprocessing as mp
-        def work(rank):
+        def work(rank, both):
             x = torch.zeros(2**20 * (rank + 1), device="cuda")
-            print(rank, __name__, flush=True)
+            both.wait()  # what they hold together is looked at, too
         if __name__ == "__main__":
-            mp.spawn(work, nprocs=2)
+            mp.spawn(work, (mp.get_context("spawn").Barrier(2),), nprocs=2)
         """),
     "forks": textwrap.dedent("""
         import torch, torch.multiprocessing as mp

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def step():
     return loss
 """
 
-#: Scripts by what they try; each is run as ``script.py first second``.
+#: Scripts by what they try.
 SCRIPTS = {
     "trains": MODEL + "for i in range(5): print(i, step().item())\n",
     "counts": MODEL + "x = torch.randn(4096, device='cuda'); y = x[x > 0].repeat(100); [step() for _ in range(3)]\n",
@@ -76,11 +76,11 @@ SCRIPTS = {
     "a local module": "import beside, torch\nprint(beside.VALUE); torch.zeros(beside.VALUE, device='cuda')\n",
     "spawns": textwrap.dedent("""
         import torch, torch.multiprocessing as mp
-        def work(rank):
+        def work(rank, both):
             x = torch.zeros(2**20 * (rank + 1), device="cuda")
-            print(rank, __name__, flush=True)
+            both.wait()  # what they hold together is looked at, too
         if __name__ == "__main__":
-            mp.spawn(work, nprocs=2)
+            mp.spawn(work, (mp.get_context("spawn").Barrier(2),), nprocs=2)
         """),
     "forks": textwrap.dedent("""
         import torch, torch.multiprocessing as mp
@@ -148,13 +148,44 @@ def fresh_and_warm(
     return fresh, second
 
 
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Done, Done]]]:
+    """Run one of SCRIPTS in a fresh process and in a fork; all forks are of one process."""
+    folder = tmp_path_factory.mktemp("scripts")
+    (folder / "beside.py").write_text("VALUE = 12345\n")
+    for name, text in SCRIPTS.items():
+        (folder / f"{name}.py").write_text(text)
+    # spawned processes run it again, with the same arguments
+    (folder / "script.py").write_text("import sys; exec(compile(open(sys.argv[1]).read(), sys.argv[1], 'exec'))\n")
+    command = [child_module.PYTHON, "script.py"]
+
+    def run(bench: Bench, name: str) -> Done:
+        arguments = (f"{name}.py", "an argument")
+        settings = Settings(gpu=T4)
+        env = {"OF_THE_RUN": "yes"}
+        (done,) = bench.run([Request(settings=settings, arguments=arguments, env=env, timeout_seconds=300)])
+        return done
+
+    with Bench(command, cwd=folder, workers=1, warm=False) as fresh, Bench(command, cwd=folder, workers=1) as warm:
+        run(warm, "trains")  # tells what is imported
+        yield lambda name: (run(fresh, name), run(warm, name))
+
+
 @pytest.mark.parametrize("what", SCRIPTS)
-def test_a_fork_measures_what_a_fresh_process_does(folder: Path, what: str) -> None:
-    """Exit codes and findings of a fork are those of a fresh process, to the byte."""
-    (folder / "script.py").write_text(SCRIPTS[what])
-    fresh, warm = fresh_and_warm(folder, ["script.py", "first", "second"], env={"OF_THE_RUN": "yes"})
+def test_a_fork_measures_what_a_fresh_process_does(both: Callable[[str], tuple[Done, Done]], what: str) -> None:
+    """Exit codes, findings and what a failing script prints are those of a fresh process, to the byte."""
+    fresh, warm = both(what)
+    assert not fresh.forked
+    assert warm.forked
     assert _measured(fresh) == _measured(warm)
     assert fresh.output == warm.output
+
+
+def test_compiled_code_is_measured_the_same_with_the_compiler_imported_beforehand(folder: Path) -> None:
+    """Findings of torch.compile are the same, each run with an empty cache of its own."""
+    (folder / "script.py").write_text(SCRIPTS["compiles"])
+    fresh, warm = fresh_and_warm(folder, ["script.py"])
+    assert _measured(fresh) == _measured(warm)
 
 
 @pytest.mark.parametrize(
@@ -224,6 +255,18 @@ def test_allocator_settings_take_effect_in_forks(folder: Path, name: str) -> Non
     for warm in (False, True):
         with Bench([child_module.PYTHON, "script.py"], cwd=folder, workers=1, warm=warm) as bench:
             asked = [Request(settings=Settings(gpu=T4), env={name: value}) for value in values]
+            found[warm] = [_measured(d) for d in bench.run(asked)]
+    assert found[False] == found[True]
+    assert len({json.dumps(f) for f in found[True]}) > 1
+
+
+def test_forks_of_one_process_have_different_gpus(folder: Path) -> None:
+    """A GPU's properties, and what torch chooses by them, are those of the fork's own GPU."""
+    (folder / "script.py").write_text(MODEL + "for i in range(3): step()\n")
+    found = {}
+    for warm in (False, True):
+        with Bench([child_module.PYTHON, "script.py"], cwd=folder, workers=1, warm=warm) as bench:
+            asked = [Request(settings=Settings(gpu=get_gpu(name))) for name in ("t4", "h100-80gb", "t4", "a100-80gb")]
             found[warm] = [_measured(d) for d in bench.run(asked)]
     assert found[False] == found[True]
     assert len({json.dumps(f) for f in found[True]}) > 1
@@ -329,7 +372,7 @@ def test_a_warm_process_that_is_killed_takes_no_run_with_it(folder: Path) -> Non
         "if 'script.py' in parent: os.kill(os.getppid(), signal.SIGKILL); signal.pause()\n"
     )
     with Bench([child_module.PYTHON, "script.py"], cwd=folder, workers=1) as bench:
-        done = list(bench.run([Request(settings=Settings(gpu=T4), timeout_seconds=60)] * 3))
+        done = list(bench.run([Request(settings=Settings(gpu=T4), timeout_seconds=300)] * 3))
     assert [d.error for d in done] == [None] * 3
     assert all(d.outcome is not None and d.outcome.findings[0]["ended"] == "finished" for d in done)
 
@@ -355,7 +398,7 @@ def test_nothing_outlives_its_bench(folder: Path, signal_number: int) -> None:
         start_new_session=True,
     )
     try:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 400
         while len(_pids(folder)) < 6 and time.monotonic() < end and host.poll() is None:
             time.sleep(0.1)
         assert (folder / "ready").exists()

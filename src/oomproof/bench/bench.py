@@ -11,12 +11,12 @@ from types import TracebackType
 from typing import Protocol
 
 from oomproof.bench.local import Local
+from oomproof.bench.ray import Ray
 from oomproof.bench.request import Done, Request
+from oomproof.bench.slurm import Slurm
 from oomproof.bench.worker import Program
 from oomproof.errors import UsageError
 from oomproof.phantom import launch
-
-EXECUTORS = ("local", "ray", "slurm")
 
 
 class Executor(Protocol):
@@ -34,10 +34,16 @@ class Executor(Protocol):
         """End everything, whatever still runs."""
 
 
+MakeExecutor = Callable[[Program, "int | None", bool], Executor]
+
+EXECUTORS: dict[str, MakeExecutor] = {"local": Local, "ray": Ray, "slurm": Slurm}
+
+
 class Bench:
     """Runs many variants of one command, several at once.
 
-    ``command`` is as for ``oomproof.run``. ``executor`` is "local", "ray" or "slurm". ``workers`` is how many runs
+    ``command`` is as for ``oomproof.run``. ``executor`` is "local", "ray", "slurm", or
+    what makes another. ``workers`` is how many runs
     there are at once (default: what cores and memory of this machine allow, or what the cluster has). ``warm`` forks
     runs from processes that have imported torch and the script's libraries, wherever a run could not tell the
     difference; the figures are the same.
@@ -51,7 +57,7 @@ class Bench:
         *,
         cwd: str | os.PathLike[str] | None = None,
         env: Mapping[str, str] | None = None,
-        executor: str = "local",
+        executor: str | MakeExecutor = "local",
         workers: int | None = None,
         warm: bool = True,
     ) -> None:
@@ -114,9 +120,11 @@ class Bench:
         self.close()
 
 
-def _executor(name: str, program: Program, workers: int | None, warm: bool) -> Executor:
+def _executor(name: str | MakeExecutor, program: Program, workers: int | None, warm: bool) -> Executor:
     if workers is not None and workers < 1:
         raise UsageError(f"workers is {workers}; it must be at least 1")
-    if name == "local":
-        return Local(program, workers, warm)
-    raise UsageError(f"executor is {name!r}; it must be one of {', '.join(EXECUTORS)}")
+    if not isinstance(name, str):
+        return name(program, workers, warm)
+    if name not in EXECUTORS:
+        raise UsageError(f"executor is {name!r}; it must be one of {', '.join(EXECUTORS)}")
+    return EXECUTORS[name](program, workers, warm)

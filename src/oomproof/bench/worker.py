@@ -37,7 +37,7 @@ class Program:
 class Worker:
     """Runs requests, from warm processes where it can. Its methods may be called from several threads."""
 
-    def __init__(self, program: Program, *, warm: bool = True, most_servers: int = 2) -> None:
+    def __init__(self, program: Program, *, warm: bool = True, most_servers: int = 3) -> None:
         self._program = program
         self._servers = Servers(most_servers) if warm else None
         self._kept: list[Runner] = []
@@ -48,7 +48,8 @@ class Worker:
         limit = request.timeout_seconds
 
         def late() -> bool:
-            return limit is not None and time.monotonic() - started > limit
+            since = attempt.since  # of the run itself: a warm process may have to be started first
+            return limit is not None and since is not None and time.monotonic() - since > limit
 
         attempt = _Attempt(self._program, request, self._servers, lambda: late() or should_stop())
         error, outcome = None, None
@@ -103,6 +104,7 @@ class _Attempt:
         self._servers = servers
         self._settings = request.settings
         self._first: tuple[Process, Path] | None = None
+        self.since: float | None = None
         self.runner = Runner(
             self._command,
             program.cwd,
@@ -138,6 +140,7 @@ class _Attempt:
         process: Process = start(command, settings, run_folder, stdout=stdout, stderr=stderr, env=env, cwd=cwd)
         if self._first is None:
             self._first = process, run_folder
+            self.since = time.monotonic()
             self.forked = not hasattr(process, "args")
         return process
 

@@ -15,7 +15,7 @@ import functools
 import importlib
 import json
 import os
-import selectors
+import select
 import signal
 import socket
 import sys
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 REQUEST = "request.json"
 MOST_BYTES = 1 << 16  # of one message
+POLL_SECONDS = 0.02
 FILES = 3  # standard input, output, error
 PR_SET_PDEATHSIG = 1  # sys/prctl.h
 
@@ -53,7 +54,7 @@ class Warm:
         self._cuda_version = cuda_version
         self._wanted = config.pop("warm")
         self._socket = socket.socket(fileno=self._wanted["socket"])
-        self._running: dict[int, int] = {}  # process: its pidfd, -1 where there is none
+        self._running: set[int] = set()  # processes
 
     def serve(self) -> None:
         """Import, then fork for each request; returns in the fork only."""
@@ -62,23 +63,18 @@ class Warm:
         self._changed = {k: v for k, v in os.environ.items() if before.get(k) != v}
         self._gone = [k for k in before if k not in os.environ]
         self._tell({"ready": True})
-        selector = selectors.DefaultSelector()
-        selector.register(self._socket, selectors.EVENT_READ)
         while True:
-            for key, _ in selector.select():
-                if key.fileobj is not self._socket:
-                    selector.unregister(key.fileobj)
-                    self._report(key.data)
-                    continue
+            # not pidfds: a Python that was built on an old Linux, such as conda's, cannot open them
+            ready, _, _ = select.select([self._socket], [], [], POLL_SECONDS if self._running else None)
+            if ready:
                 message, files, _, _ = socket.recv_fds(self._socket, MOST_BYTES, FILES)
                 if not message:
                     self._leave()
                 child = self._fork(Path(message.decode()), files)
                 if child is None:
-                    selector.close()
                     return
-                self._running[child] = os.pidfd_open(child)
-                selector.register(self._running[child], selectors.EVENT_READ, child)
+                self._running.add(child)
+            self._report()
 
     # ---- importing -------------------------------------------------------------------------------------------------
 
@@ -99,6 +95,8 @@ class Warm:
                 self._drop(name, f"it imports {taken[0]}, which for the script is a module of its own")
             if _threads() and _threads_after_a_fork():
                 self._drop(name, f"it starts a thread, {_threads()[0]}")
+            if getattr(sys.modules.get("pynvml"), "nvmlLib", None) is not None:
+                self._drop(name, "it asks NVML for GPUs, which differ between runs")
             if asked:
                 self._drop(name, f"it calls torch._C.{asked[0]}, after which torch refuses CUDA in forked processes")
         for attribute, original in asked.originals.items():
@@ -131,8 +129,6 @@ class Warm:
         if os.getppid() != server:
             os._exit(1)
         self._socket.close()
-        for descriptor in self._running.values():
-            os.close(descriptor)
         for target, file in enumerate(files):
             os.dup2(file, target)
             os.close(file)
@@ -158,10 +154,13 @@ class Warm:
             self.observer.wake(folder)
         bootstrap.change(sys.modules["torch"], self._config, folder)
 
-    def _report(self, child: int) -> None:
-        _, status = os.waitpid(child, 0)
-        os.close(self._running.pop(child))
-        self._tell({"ended": child, "code": os.waitstatus_to_exitcode(status)})
+    def _report(self) -> None:
+        """Tell of the runs that have ended."""
+        for child in list(self._running):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                self._running.remove(child)
+                self._tell({"ended": child, "code": os.waitstatus_to_exitcode(status)})
 
     def _tell(self, what: dict[str, Any]) -> None:
         try:

@@ -48,6 +48,8 @@ _PLAIN_OPTIONS = frozenset(("-u", "-O", "-OO", "-B", "-q", "-b", "-bb", "-d", "-
 _OPTIONS_WITH_VALUE = frozenset(("-W", "-X"))
 
 GRACE_SECONDS = 5.0
+IMPORT_SECONDS = 300.0  # for all modules; a library that waits for something must not stop everything
+ANSWER_SECONDS = 60.0
 MOST_DROPPED = 4  # packages that no fork can go on from; each costs a start, and what imports it is another
 
 
@@ -113,7 +115,7 @@ class Key(NamedTuple):
         early = {name: value for name, value in config.items() if name not in LATE_SETTINGS}
         if early.get("world"):
             early["world"] = {**early["world"], "folder": None}
-        early["gpus"] = [{**gpu, "memory": None, "nvml_memory": None} for gpu in early["gpus"]]
+        early["gpus"] = len(early["gpus"])  # to see more of them CUDA has to be started, which forbids forks
         return cls(
             replace(command, arguments=()),
             str(cwd),
@@ -182,6 +184,7 @@ class Server:
         self._processes: dict[int, Process] = {}
         self._started: dict[str, int] = {}
         self._last_words = ""
+        self.promised = 0  # runs that are about to be asked for
         self.dropped: dict[str, str] = {}  # packages that are left to the runs to import, and why
 
     def start(self) -> None:
@@ -196,7 +199,7 @@ class Server:
             self._end_process()
             at = answer.get("drop")
             if at is None:
-                raise CannotWarm(answer.get("why") or f"it ended while it imported modules: {self._log()}")
+                raise CannotWarm(answer.get("why") or f"it ended or stopped while it imported modules: {self._log()}")
             self.dropped[_package(at)] = answer["why"]
             if len(self.dropped) > MOST_DROPPED:
                 names = names[: names.index(at)]  # those could be shared
@@ -224,7 +227,10 @@ class Server:
                 start_new_session=True,
                 pass_fds=(theirs.fileno(),),
             )
-        return self._receive() or {}
+        ours.settimeout(IMPORT_SECONDS)
+        answer = self._receive() or {}
+        ours.settimeout(ANSWER_SECONDS)
+        return answer
 
     def run(
         self,
@@ -301,8 +307,8 @@ class Server:
 
     @property
     def running(self) -> int:
-        """How many runs have not ended."""
-        return len(self._processes)
+        """How many runs have not ended, or are about to begin."""
+        return len(self._processes) + self.promised
 
     def _end_process(self) -> None:
         if self._socket is not None:
@@ -374,16 +380,20 @@ class Servers:
             server = self._server(parsed, settings, modules, env, cwd)
         if server is None or parsed is None:
             return launch.start(command, settings, run_folder, stdout=stdout, stderr=stderr, env=env, cwd=cwd)
-        with open(os.devnull, "rb") as nothing:
-            return server.run(
-                settings,
-                parsed.arguments,
-                run_folder,
-                stdin=nothing.fileno(),
-                stdout=_descriptor(stdout, 1),
-                stderr=_descriptor(stderr, 2),
-                env=env,
-            )
+        try:
+            with open(os.devnull, "rb") as nothing:
+                return server.run(
+                    settings,
+                    parsed.arguments,
+                    run_folder,
+                    stdin=nothing.fileno(),
+                    stdout=_descriptor(stdout, 1),
+                    stderr=_descriptor(stderr, 2),
+                    env=env,
+                )
+        finally:
+            with self._lock:
+                server.promised -= 1
 
     def _server(
         self,
@@ -404,7 +414,10 @@ class Servers:
                     found = None
                 if found is not None:
                     self._servers[key] = found  # used last
-                    return found if isinstance(found, Server) else None
+                    if isinstance(found, CannotWarm):
+                        return None
+                    found.promised += 1
+                    return found
                 self._make_room()
             server = Server(command, settings, modules, env=env, cwd=cwd)
             server.dropped.update(self._dropped)
@@ -417,6 +430,7 @@ class Servers:
                 return None
             with self._lock:
                 self._dropped.update(server.dropped)
+                server.promised += 1
                 self._servers[key] = server
             return server
 

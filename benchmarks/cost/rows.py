@@ -36,7 +36,7 @@ _TUNE = {
     "gpu": "a100-80gb",
     "model": "llama3.2-3b",
 }
-_PACKED: dict[str, Any] = {"batch": 2, "sequence": 4096}
+_PACKED: dict[str, Any] = {"batch": 2, "sequence": 4096, "plain_norm": True}
 _COMPILED = {**_PACKED, "compile": True}
 _CHUNKED = {**_COMPILED, "chunks": 8}
 _FULL = {**_CHUNKED, "checkpoint": "full"}

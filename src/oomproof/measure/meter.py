@@ -213,7 +213,7 @@ class Meter(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
             return
         if any(not _plain(t) for t in itertools.chain(read, made)):
             return  # sparse, meta or fake
-        if self._crosses(plan, args, read, made):
+        if self._crosses(plan, args, kwargs, made):
             return
         phase = self._phase()
         size = plan.bytes(given, made)
@@ -250,7 +250,7 @@ class Meter(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
 
     # ---- copies between host and device ----------------------------------------------------------------------------
 
-    def _crosses(self, plan: Plan, args: Any, read: list[Any], made: list[Any]) -> bool:
+    def _crosses(self, plan: Plan, args: Any, kwargs: Any, made: list[Any]) -> bool:
         """Count an operator that moves something between host and device; False for any other."""
         name = plan.name
         if name == "aten::_local_scalar_dense":
@@ -267,7 +267,7 @@ class Meter(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
             return False
         if all(into.is_cuda == source.is_cuda for into, source in pairs):
             return False
-        waits = not plan.asynchronous(args)
+        waits = not plan.asynchronous(args, kwargs)
         for into, source in pairs:
             host = source if into.is_cuda else into
             direction = "h2d" if into.is_cuda else "d2h"
@@ -408,10 +408,10 @@ class Plan:
             and namespace not in ("c10d", "_c10d_functional", "fsdp")
         )
 
-    def asynchronous(self, args: Any) -> bool:
+    def asynchronous(self, args: Any, kwargs: Any) -> bool:
         """Return whether a copy was asked not to wait."""
         at = self.non_blocking
-        return at is not None and at < len(args) and bool(args[at])
+        return bool(kwargs.get("non_blocking", at is not None and at < len(args) and args[at]))
 
     def inputs(self, args: Any, kwargs: Any) -> list[tuple[Any, bool, bool]]:
         """Return the tensors given, each with whether it is written, and whether written only (``out=``)."""

@@ -246,7 +246,8 @@ def main() -> None:
     """Train until stopped."""
     options: dict[str, Any] = {
         "batch": 1, "sequence": 2048, "checkpoint": "none", "compile": False, "chunks": 1, "optimizer": "fused",
-        "in_backward": False, "offload": False, "fsdp": "", "bf16": True, "plain_norm": False, **json.loads(sys.argv[2]),
+        "in_backward": False, "offload": False, "fsdp": "", "bf16": True, "plain_norm": False,
+        **json.loads(sys.argv[2]),
     }  # fmt: skip
     model, loss = (_vit if sys.argv[1] in VITS else _llama)(sys.argv[1], options)
     model.train()

@@ -196,11 +196,14 @@ class Meter(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
                 self._seen_launches += launched
             return out
         with self._lock:
-            self._count(plan, args, kwargs, out, launched)
+            self._seen_launches += launched
+            try:
+                self._count(plan, args, kwargs, out, launched)
+            except Exception as error:  # noqa: BLE001 - the script goes on, and the record says what it lacks
+                self._uncounted_one(f"{plan.name} ({type(error).__name__} while it was counted)")
         return out
 
     def _count(self, plan: Plan, args: Any, kwargs: Any, out: Any, launched: int) -> None:
-        self._seen_launches += launched
         if plan.higher_order:
             self._uncounted_one(f"FLOPs and bytes of {plan.name}")
             return
@@ -211,8 +214,11 @@ class Meter(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         if plan.collective is not None:
             self._count_collective(plan, args, kwargs, made)
             return
-        if any(not _plain(t) for t in itertools.chain(read, made)):
-            return  # sparse, meta or fake
+        if any(t.is_meta for t in itertools.chain(read, made)):
+            return
+        if any(t.layout is not torch.strided for t in itertools.chain(read, made)):
+            self._uncounted_one(f"FLOPs and bytes of {plan.name} on sparse tensors")
+            return
         if self._crosses(plan, args, kwargs, made):
             return
         phase = self._phase()
@@ -461,10 +467,6 @@ class Plan:
             if argument.name == "is_causal":
                 return bool(args[position] if position < len(args) else kwargs.get("is_causal", False))
         return False
-
-
-def _plain(tensor: Any) -> bool:
-    return tensor.layout is torch.strided and tensor.device.type in ("cuda", "cpu")
 
 
 def _size(tensor: Any) -> int:

@@ -193,7 +193,9 @@ def test_an_optimizer_touches_its_parameters(work: Callable[..., Work]) -> None:
     assert fused.flops("optimizer") == 0
 
 
-def test_compiled_code_has_the_same_products_and_fewer_bytes(work: Callable[..., Work]) -> None:
+def test_compiled_code_has_the_same_products_and_fewer_bytes(
+    work: Callable[..., Work], version: tuple[int, ...]
+) -> None:
     """Inductor's kernels are counted by what they are given, and said to be; its products are operators."""
     compiled, eager = work(compile=True), work()
     assert compiled.flops() == eager.flops()
@@ -201,7 +203,9 @@ def test_compiled_code_has_the_same_products_and_fewer_bytes(work: Callable[...,
     assert any(row.operator.startswith("triton::") for row in compiled.rows)
     assert 0 < compiled.bytes(*passes) < eager.bytes(*passes)
     assert any("Triton" in what for what in compiled.estimated)
-    assert compiled.uncounted == ()
+    # before 2.9 a dispatch mode has code compiled anew, and that launches kernels
+    assert all("code was compiled" in what for what in compiled.uncounted)
+    assert version < (2, 9) or not compiled.uncounted
 
 
 def test_a_step_made_in_backward_is_counted_whole(work: Callable[..., Work]) -> None:

@@ -338,7 +338,12 @@ class Meter(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         uncounted = [what if n == 1 else f"{what}, {n} x" for what, n in sorted(self._uncounted.items())]
         unseen = self._device.launches() - self._launches - self._seen_launches
         if unseen > 0:
-            uncounted.append(f"{unseen} kernels that were launched outside of PyTorch's operators and Triton")
+            why = (
+                " (code was compiled in that step, which launches some that later steps do not)"
+                if self.compiled()
+                else ""
+            )
+            uncounted.append(f"{unseen} kernels that were launched outside of PyTorch's operators and Triton{why}")
         replayed = self._device.graph_launches() - self._graphs
         if replayed:
             uncounted.append(f"what is in {replayed} CUDA graphs that were replayed")

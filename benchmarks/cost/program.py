@@ -143,14 +143,15 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
 
     @staticmethod
     def pack(tensor: torch.Tensor) -> Any:
-        if not tensor.is_cuda or tensor.numel() < 1024 or isinstance(tensor, nn.Parameter):
+        small = tensor.numel() < 1024 or not tensor.is_floating_point()
+        if not tensor.is_cuda or small or isinstance(tensor, nn.Parameter):
             return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)  # its strides too: compiled code asks for them
         return host.copy_(tensor, non_blocking=True)
 
     @staticmethod
     def unpack(packed: torch.Tensor) -> torch.Tensor:
-        return packed.to("cuda", non_blocking=True)
+        return packed.to("cuda", non_blocking=True)  # nothing, where it never left
 
 
 def _optimizer(name: str, parameters: Any) -> Any:

@@ -108,23 +108,33 @@ def render(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_page(rows: list[dict[str, Any]]) -> None:
-    """Put the table on the page."""
-    text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    PAGE.write_text(before + BEGIN + render(rows) + END + rest.split(END)[1])
+def page(rows: list[dict[str, Any]]) -> str:
+    """Return the page with the table in its place."""
+    before, rest = PAGE.read_text().split(BEGIN)
+    return before + BEGIN + render(rows) + END + rest.split(END)[1]
+
+
+def _results() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
 
 
 def main() -> None:
     """Measure and write, or only write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--render", action="store_true", help="do not run anything")
+    parser.add_argument("--check", action="store_true", help="fail if rendering would change the page")
     parser.add_argument("--keep", type=Path, help="folder of the work of each program")
+    parser.add_argument("--only", default="", help="measure the cases with this in their names; the others stay")
     given = parser.parse_args()
-    if not given.render:
-        rows = [measure(case, given.keep) for case in CASES]
+    if not given.render and not given.check:
+        known = {row["name"]: row for row in _results()}
+        known.update({case.name: measure(case, given.keep) for case in CASES if given.only in case.name})
+        rows = [known[case.name] for case in CASES if case.name in known]
         RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_page([json.loads(line) for line in RESULTS.read_text().splitlines()])
+    text = page(_results())
+    if given.check and text != PAGE.read_text():
+        sys.exit("docs/cost.md is not what its data says: python benchmarks/cost/compare.py --render")
+    PAGE.write_text(text)
 
 
 if __name__ == "__main__":

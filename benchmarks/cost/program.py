@@ -26,11 +26,23 @@ SHAPES = {  # dim, layers, heads, key-value heads, hidden, vocabulary
 VITS = {"vit-h": "vit_huge_patch14_224", "vit-g": "vit_giant_patch14_dinov2"}
 
 
+class PlainNorm(nn.Module):
+    """RMSNorm in eager operators, as torchtune had it."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).type_as(x) * self.scale
+
+
 class Block(nn.Module):
-    def __init__(self, dim: int, heads: int, kv: int, hidden: int) -> None:
+    def __init__(self, dim: int, heads: int, kv: int, hidden: int, norm: type[nn.Module]) -> None:
         super().__init__()
         self.heads, self.kv, self.size = heads, kv, dim // heads
-        self.n1, self.n2 = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.n1, self.n2 = norm(dim), norm(dim)
         self.q, self.o = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
         self.k, self.v = (nn.Linear(dim, kv * self.size, bias=False) for _ in range(2))
         self.gate, self.up = (nn.Linear(dim, hidden, bias=False) for _ in range(2))
@@ -40,7 +52,8 @@ class Block(nn.Module):
         b, t, d = x.shape
         y = self.n1(x)
         q, k, v = (f(y).view(b, t, -1, self.size).transpose(1, 2) for f in (self.q, self.k, self.v))
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        rotate = _rotate_pairs if isinstance(self.n1, PlainNorm) else _rotate
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if self.kv != self.heads:
             k, v = (z.repeat_interleave(self.heads // self.kv, 1) for z in (k, v))
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -54,14 +67,22 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
 
 
+def _rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate neighbouring elements, as torchtune does."""
+    pairs = x.float().reshape(*x.shape[:-1], -1, 2)
+    a, b = pairs[..., 0], pairs[..., 1]
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2).type_as(x)
+
+
 class Llama(nn.Module):
     def __init__(self, shape: tuple[int, ...], options: dict[str, Any]) -> None:
         super().__init__()
         dim, layers, heads, kv, hidden, vocabulary = shape
         self.options = options
         self.embedding = nn.Embedding(vocabulary, dim)
-        self.blocks = nn.ModuleList(Block(dim, heads, kv, hidden) for _ in range(layers))
-        self.norm, self.head = nn.RMSNorm(dim), nn.Linear(dim, vocabulary, bias=False)
+        norm = PlainNorm if options["plain_norm"] else nn.RMSNorm
+        self.blocks = nn.ModuleList(Block(dim, heads, kv, hidden, norm) for _ in range(layers))
+        self.norm, self.head = norm(dim), nn.Linear(dim, vocabulary, bias=False)
         at = torch.arange(options["sequence"])[:, None] * 1e4 ** (-torch.arange(0, dim // heads, 2) / (dim // heads))
         self.register_buffer("cos", at.cos(), persistent=False)
         self.register_buffer("sin", at.sin(), persistent=False)
@@ -102,11 +123,16 @@ def _saving() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def _loss(model: nn.Module, ids: torch.Tensor, chunks: int) -> torch.Tensor:
-    total = torch.zeros((), device="cuda")
-    for x, y in zip(model(ids).chunk(chunks, 1), ids.chunk(chunks, 1), strict=True):
-        total = total + functional.cross_entropy(model.head(x).float().flatten(0, 1), y.flatten(), reduction="sum")
-    return total / ids.numel()
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def _loss(model: Any, ids: torch.Tensor, chunks: int, cross_entropy: Any) -> torch.Tensor:
+    hidden = model(ids)
+    if chunks == 1:
+        return cross_entropy(model.head(hidden).float(), ids) / ids.numel()
+    logits = [model.head(x) for x in hidden.chunk(chunks, 1)]
+    return sum(map(cross_entropy, logits, ids.chunk(chunks, 1))) / ids.numel()
 
 
 class Offload(torch.autograd.graph.saved_tensors_hooks):
@@ -117,14 +143,15 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
 
     @staticmethod
     def pack(tensor: torch.Tensor) -> Any:
-        if not tensor.is_cuda or tensor.numel() < 1024 or isinstance(tensor, nn.Parameter):
+        small = tensor.numel() < 1024 or not tensor.is_floating_point()
+        if not tensor.is_cuda or small or isinstance(tensor, nn.Parameter):
             return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)  # its strides too: compiled code asks for them
         return host.copy_(tensor, non_blocking=True)
 
     @staticmethod
     def unpack(packed: torch.Tensor) -> torch.Tensor:
-        return packed.to("cuda", non_blocking=True)
+        return packed.to("cuda", non_blocking=True)  # nothing, where it never left
 
 
 def _optimizer(name: str, parameters: Any) -> Any:
@@ -185,12 +212,12 @@ def _llama(name: str, options: dict[str, Any]) -> tuple[Any, Any]:
         _shard(model, options["fsdp"] == "reshard")
         model.to_empty(device="cuda")
     ids = torch.randint(0, 1000, (options["batch"], options["sequence"]))
-    chunks = options["chunks"]
+    cross_entropy = torch.compile(_cross_entropy) if options["compile"] else _cross_entropy
     if options["fsdp"]:  # the head is the root's own parameter: it is gathered within forward
         forward = type(model).forward
         type(model).forward = lambda self, x: self.head(forward(self, x))
         return model, lambda: functional.cross_entropy(model(ids.cuda()).float().flatten(0, 1), ids.cuda().flatten())
-    return model, lambda: _loss(model, ids.cuda(), chunks)
+    return model, lambda: _loss(model, ids.cuda(), options["chunks"], cross_entropy)
 
 
 def _vit(name: str, options: dict[str, Any]) -> tuple[Any, Any]:
@@ -220,7 +247,8 @@ def main() -> None:
     """Train until stopped."""
     options: dict[str, Any] = {
         "batch": 1, "sequence": 2048, "checkpoint": "none", "compile": False, "chunks": 1, "optimizer": "fused",
-        "in_backward": False, "offload": False, "fsdp": "", "bf16": True, **json.loads(sys.argv[2]),
+        "in_backward": False, "offload": False, "fsdp": "", "bf16": True, "plain_norm": False,
+        **json.loads(sys.argv[2]),
     }  # fmt: skip
     model, loss = (_vit if sys.argv[1] in VITS else _llama)(sys.argv[1], options)
     model.train()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from oomproof.gpus import all_gpus, get_gpu
-from oomproof.plan.cost import SPANS, Collective, Copy, Row, Work, relative_time, step_seconds
+from oomproof.plan.cost import Collective, Copy, Row, Work, relative_time, step_seconds
+from oomproof.plan.spans import SPANS
 
 A100 = get_gpu("a100-80gb")
 GIB = 1 << 30
@@ -235,3 +239,10 @@ def test_sums_are_of_the_gpu_by_phase() -> None:
     assert work.flops("forward") == 3 * 10**13
     assert work.bytes("backward") == GIB
     assert work.kernels("forward", "backward") == 4
+
+
+def test_the_page_is_rendered_from_its_data() -> None:
+    """Nobody types a figure into docs/cost.md: rendering it again changes nothing."""
+    script = Path(__file__).parents[2] / "benchmarks" / "cost" / "compare.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -215,6 +215,7 @@ class Hooks:
         self.phase = "optimizer" if self.in_optimizer else before if stack else "other"
         self.observer.mark(self.phase, stack[-1] if stack else None)
         self._sample_gradients()
+        self.observer.start_metering()
 
     # ---- optimizers ------------------------------------------------------------------------------------------------
 

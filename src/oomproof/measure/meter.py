@@ -196,11 +196,14 @@ class Meter(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
                 self._seen_launches += launched
             return out
         with self._lock:
-            self._count(plan, args, kwargs, out, launched)
+            self._seen_launches += launched
+            try:
+                self._count(plan, args, kwargs, out, launched)
+            except Exception as error:  # noqa: BLE001 - the script goes on, and the record says what it lacks
+                self._uncounted_one(f"{plan.name} ({type(error).__name__} while it was counted)")
         return out
 
     def _count(self, plan: Plan, args: Any, kwargs: Any, out: Any, launched: int) -> None:
-        self._seen_launches += launched
         if plan.higher_order:
             self._uncounted_one(f"FLOPs and bytes of {plan.name}")
             return
@@ -211,9 +214,12 @@ class Meter(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         if plan.collective is not None:
             self._count_collective(plan, args, kwargs, made)
             return
-        if any(not _plain(t) for t in itertools.chain(read, made)):
-            return  # sparse, meta or fake
-        if self._crosses(plan, args, read, made):
+        if any(t.is_meta for t in itertools.chain(read, made)):
+            return
+        if any(t.layout is not torch.strided for t in itertools.chain(read, made)):
+            self._uncounted_one(f"FLOPs and bytes of {plan.name} on sparse tensors")
+            return
+        if self._crosses(plan, args, kwargs, made):
             return
         phase = self._phase()
         size = plan.bytes(given, made)
@@ -250,7 +256,7 @@ class Meter(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
 
     # ---- copies between host and device ----------------------------------------------------------------------------
 
-    def _crosses(self, plan: Plan, args: Any, read: list[Any], made: list[Any]) -> bool:
+    def _crosses(self, plan: Plan, args: Any, kwargs: Any, made: list[Any]) -> bool:
         """Count an operator that moves something between host and device; False for any other."""
         name = plan.name
         if name == "aten::_local_scalar_dense":
@@ -267,7 +273,7 @@ class Meter(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
             return False
         if all(into.is_cuda == source.is_cuda for into, source in pairs):
             return False
-        waits = not plan.asynchronous(args)
+        waits = not plan.asynchronous(args, kwargs)
         for into, source in pairs:
             host = source if into.is_cuda else into
             direction = "h2d" if into.is_cuda else "d2h"
@@ -332,7 +338,12 @@ class Meter(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         uncounted = [what if n == 1 else f"{what}, {n} x" for what, n in sorted(self._uncounted.items())]
         unseen = self._device.launches() - self._launches - self._seen_launches
         if unseen > 0:
-            uncounted.append(f"{unseen} kernels that were launched outside of PyTorch's operators and Triton")
+            why = (
+                " (code was compiled in that step, which launches some that later steps do not)"
+                if self.compiled()
+                else ""
+            )
+            uncounted.append(f"{unseen} kernels that were launched outside of PyTorch's operators and Triton{why}")
         replayed = self._device.graph_launches() - self._graphs
         if replayed:
             uncounted.append(f"what is in {replayed} CUDA graphs that were replayed")
@@ -408,10 +419,10 @@ class Plan:
             and namespace not in ("c10d", "_c10d_functional", "fsdp")
         )
 
-    def asynchronous(self, args: Any) -> bool:
+    def asynchronous(self, args: Any, kwargs: Any) -> bool:
         """Return whether a copy was asked not to wait."""
         at = self.non_blocking
-        return at is not None and at < len(args) and bool(args[at])
+        return bool(kwargs.get("non_blocking", at is not None and at < len(args) and args[at]))
 
     def inputs(self, args: Any, kwargs: Any) -> list[tuple[Any, bool, bool]]:
         """Return the tensors given, each with whether it is written, and whether written only (``out=``)."""
@@ -461,10 +472,6 @@ class Plan:
             if argument.name == "is_causal":
                 return bool(args[position] if position < len(args) else kwargs.get("is_causal", False))
         return False
-
-
-def _plain(tensor: Any) -> bool:
-    return tensor.layout is torch.strided and tensor.device.type in ("cuda", "cpu")
 
 
 def _size(tensor: Any) -> int:

@@ -256,12 +256,16 @@ class Observer:
         # through JSON: what goes on must not change them
         self.measured = json.loads(json.dumps(self._findings(why, None)))
         self.device.lift_limit()
-        meter = Meter(self.device, self._part_of_step)
-        reason = meter.start()
-        if reason is None:
-            self.metering = meter
-        else:
-            self._end_metering(reason)
+        self.metering = Meter(self.device, self._part_of_step)
+        if not self.hooks.in_backward:
+            self.start_metering()
+
+    def start_metering(self) -> None:
+        """Begin to count, on the script's own thread: a step that is made in backward ends on autograd's."""
+        if self.metering is not None and not self.metering.on:
+            reason = self.metering.start()
+            if reason is not None:
+                self._end_metering(reason)
 
     def _part_of_step(self) -> str:
         hooks = self.hooks
@@ -273,7 +277,10 @@ class Observer:
 
     def _end_metering(self, reason: str | None = None) -> None:
         assert self.measured is not None
-        if self.metering is not None and reason is None:
+        assert self.metering is not None
+        if reason is None:
+            if not self.metering.on:
+                return  # still in the backward pass in which the last measured step ended
             if self.metering.compiled() and not self.metered_again:
                 self.metered_again = True
                 self.metering.restart()

@@ -2,7 +2,7 @@
 
 A step's seconds depend on how much of the GPU's peak its kernels reach, which no count tells. The ratio of two steps
 of the same script depends on it far less, since both reach about the same. So each ratio is worked out many times, at
-the ends and in the middle of what is known to be reached (``SPANS``), each time with the same figures for both steps;
+the ends and in the middle of what is reached (``spans.SPANS``), each time with the same figures for both steps;
 it comes as the least, the middle and the most of these.
 """
 
@@ -13,128 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from oomproof.gpus.spec import GPUSpec
+from oomproof.plan.spans import NOISE, OTHER_GPU, SPANS
 from oomproof.plan.work import Collective, Copy, Row, Work
 
-__all__ = ["SPANS", "Collective", "Copy", "Ratio", "Row", "Seconds", "Span", "Work", "relative_time", "step_seconds"]
+__all__ = ["Collective", "Copy", "Ratio", "Row", "Seconds", "Work", "relative_time", "step_seconds"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """What is reached of something: the least, the usual, the most, and where these are from."""
-
-    low: float
-    usual: float
-    high: float
-    source: str
-
-
-SPANS = {
-    "products": Span(
-        low=0.45,
-        usual=0.65,
-        high=0.85,
-        source="of the dense peak, matrix products and convolutions. Whole steps reach 0.54 to 0.58 on A100 with all that "
-        "is not a product (54.2 % in arXiv:2205.05198, 58.2 % in torchtitan's report of 64 A100), so products alone reach "
-        "more; small ones reach less",
-    ),
-    "attention": Span(
-        low=0.25,
-        usual=0.45,
-        high=0.73,
-        source="of the dense peak, fused attention kernels. FlashAttention-2: 0.50 to 0.73 forward on A100 "
-        "(arXiv:2307.08691), 0.35 on H100 (arXiv:2407.08608); the memory-efficient kernel reaches less",
-    ),
-    "memory": Span(
-        low=0.65,
-        usual=0.8,
-        high=0.92,
-        source="of the memory bandwidth, operators that are bound by it. Long streams reach 0.9 on A100 (BabelStream's "
-        "published results); kernels that read with strides or reduce reach less",
-    ),
-    "quantised": Span(
-        low=0.2,
-        usual=0.4,
-        high=0.8,
-        source="of the memory bandwidth, updates of 8-bit and 4-bit optimizer states, which look up and sort into "
-        "quantiles. From the public rates in docs/cost.md: at the full bandwidth they would be faster than the "
-        "optimizer that they replace, and are slower",
-    ),
-    "gap": Span(
-        low=0.5e-6,
-        usual=1e-6,
-        high=2.5e-6,
-        source="seconds from the end of a kernel to the begin of the next one that is queued already",
-    ),
-    "launch": Span(
-        low=3e-6,
-        usual=7e-6,
-        high=20e-6,
-        source="seconds of the host for one operator called from Python, its kernel's launch included. While the host "
-        "needs longer than the GPU, the step is launch-bound",
-    ),
-    "pinned": Span(
-        low=0.7,
-        usual=0.8,
-        high=0.9,
-        source="of the host link, copies from and to pinned memory: 12 to 13 of 15.75 GB/s (PCIe 3.0), 25 to 26 of 31.5 "
-        "(4.0) in published runs of NVIDIA's bandwidthTest",
-    ),
-    "pageable": Span(
-        low=0.1,
-        usual=0.25,
-        high=0.5,
-        source="of the host link, copies from and to pageable memory, which the driver stages: 3 to 8 GB/s in published "
-        "runs of bandwidthTest",
-    ),
-    "link": Span(
-        low=0.5,
-        usual=0.7,
-        high=0.82,
-        source="of the links' bandwidth in one direction, NCCL's bus bandwidth: 230 to 240 of 300 GB/s on 8 A100, 360 to "
-        "370 of 450 on 8 H100 for large messages in published runs of nccl-tests; messages of a few MiB reach less",
-    ),
-    "no_link": Span(
-        low=0.2,
-        usual=0.4,
-        high=0.75,
-        source="of the host link, collectives of GPUs without NVLink: through host memory where GPUs can't reach each other",
-    ),
-    "latency": Span(low=8e-6, usual=20e-6, high=60e-6, source="seconds of a collective or a blocking copy of nothing"),
-    "network": Span(
-        low=10e9,
-        usual=25e9,
-        high=48e9,
-        source="bytes/s of one GPU to other machines, which no figure of a GPU tells: 100, 200 and 400 Gbit/s each",
-    ),
-    "host": Span(
-        low=12e9,
-        usual=35e9,
-        high=150e9,
-        source="bytes/s of operators on the CPU, the optimizer's above all, which no figure of a GPU tells: two channels of "
-        "DDR4-3200 have 51 GB/s, a server's socket 200 and more",
-    ),
-    "overlap": Span(
-        low=0.0,
-        usual=0.8,
-        high=1.0,
-        source="how much of collectives, copies that do not block and the host's operators runs beside kernels: none to all",
-    ),
-    "retry": Span(
-        low=1e-3,
-        usual=10e-3,
-        high=0.1,
-        source="seconds of an allocation that frees the cache and tries again: it waits for the GPU, and what was freed is "
-        "allocated anew. No measurement is public",
-    ),
-}  # fmt: skip
-"""Everything that the model takes from elsewhere, with its source."""
-
-NOISE = 0.02
-"""By so much two public measurements of the same step differ; no ratio is more certain than that."""
-
-OTHER_GPU = 0.75, 1.35
-"""How the fractions of the peak that two GPUs reach differ: in torchtitan's reports whole steps reach 0.58 of the peak on
-A100 and about 0.40 on H100."""
 
 _ATTENTION = ("attention", "attn")
 _QUANTISED = ("bitsandbytes::optimizer_update",)
@@ -193,7 +76,7 @@ def relative_time(
     """Return how long a step with ``work`` takes beside one with ``baseline``, on ``gpu`` or each on its own.
 
     ``retries`` are the allocations of one step that freed the cache and tried again. Not a promise of seconds: the
-    range holds what follows from the spans above, ``unknown`` names what was not counted.
+    range holds what follows from the spans, ``unknown`` names what was not counted.
     """
     other = baseline_gpu if baseline_gpu is not None and baseline_gpu != gpu else None
     one, two = _Step(work, gpu, retries), _Step(baseline, other or gpu, baseline_retries)
@@ -341,7 +224,7 @@ class _Step:
         )
 
     def _copies(self, figures: _Figures) -> tuple[float, float]:
-        """Return the seconds of copies that the host waits for, and of those that run beside kernels, both ways at once."""
+        """Return the seconds of copies that the host waits for, and of those beside kernels, both ways at once."""
         waiting = 0.0
         beside = {"h2d": 0.0, "d2h": 0.0}
         for copy in self._work.copies:

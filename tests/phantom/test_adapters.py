@@ -113,3 +113,30 @@ def test_only_adapters_move(tmp_path: Path, variation: str) -> None:
     assert len(adapters) == 16
     assert all(changed[k] != fresh[k] for k in adapters)
     assert said[0]["where"] == "Language"
+
+
+#: The same linear layers, on their way to the GPU in one move: the peak of the move is the model's.
+@pytest.fixture
+def bitsandbytes(peft: None) -> None:
+    if not has_module("bitsandbytes"):
+        pytest.skip("bitsandbytes is not installed beside the tested torch")
+
+
+def four_bits(weights: int, layers: int) -> int:
+    """Return the bytes of weights in NF4 with quantized scales, blocks of 64 and of 256, as QLoRA's paper has them."""
+    scales = weights // 64
+    return weights // 2 + scales + layers * 0 + scales // 256 * 4
+
+
+@pytest.mark.usefixtures("bitsandbytes")
+def test_weights_take_half_a_byte_and_their_scales(tmp_path: Path) -> None:
+    """Against LoRA, with the same gradients and states, linear weights go from 4 bytes to a half and the scales."""
+    program = script(tmp_path, LANGUAGE)
+    lora = measured(program, Change("lora", {"rank": 8}), arguments=("2", "512"))
+    before, _ = left(program)
+    changed = measured(program, Change("qlora", {"rank": 8, "model": "Language"}), arguments=("2", "512"))
+    after, _ = left(program)
+    print(before, after, before - after, changed.said, changed.refused)
+    weights = 4 * 2 * 4 * 512 * 512
+    assert lora.refused is None
+    assert before - after == 4 * weights - four_bits(weights, 8)

@@ -11,9 +11,14 @@ from oomproof.plan.layers import find_head, is_sharded, linear_layers, unwrap
 from oomproof.plan.technique import CannotApply, Options
 
 if TYPE_CHECKING:
+    from oomproof.plan.facts import Facts
     from oomproof.plan.injection import Injection
 
 RANK = 16
+CAUTION = (
+    "adapters change a pretrained model a little: beside random weights they learn next to nothing. Copies made of the "
+    "model before its optimizer is built (an average of its weights) do not have them"
+)
 
 
 class Adapters:
@@ -72,7 +77,9 @@ class Adapters:
                 before[name] = self._reference(p)
         if convert is not None:
             convert(model, targets)
+        model.is_loaded_in_4bit = convert is not None  # peft asks for it to take its own 4-bit layer
         self._inject(model, targets, whole)
+        del model.is_loaded_in_4bit  # accelerate and Trainer would take the model for one that cannot be moved
         self._done.update(model.modules())
         after = {id(p): (n, p) for n, p in model.named_parameters() if p.requires_grad}
         for reference in before.values():
@@ -261,3 +268,16 @@ def code_of_lora(options: Options, framework: str, load: str = "") -> str:
         "lightning": "  # in the LightningModule's __init__",
     }.get(framework, "  # before the optimizer is built")
     return f"from peft import LoraConfig, get_peft_model\n\n{load}model = get_peft_model(model, {config}){where}"
+
+
+def unfit_for_adapters(facts: Facts) -> str | None:
+    """Return why a script's models cannot have adapters."""
+    if "peft" not in facts.packages:
+        return "peft is not beside the script's torch; pip install peft (or oomproof[peft])"
+    if not facts.models:
+        return "no model was seen in training"
+    if not any(model.linear_layers > (model.head is not None) for model in facts.models):
+        return "the models have no linear layers besides a head"
+    if "fsdp" in facts.uses:
+        return "the model is sharded before its optimizer is built"
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -110,7 +111,7 @@ def test_shared_blocks_train_together_and_keep_their_own_statistics(tmp_path: Pa
         assert sets == [sets[0]] * 8
         assert sets[0] != start[f"1.0.{name}"]
     statistics = [changed[f"1.{place}.norm.running_mean"] for place in range(8)]
-    assert all(one != other for one, other in zip(statistics, statistics[1:], strict=False))
+    assert all(one != other for one, other in itertools.pairwise(statistics))
 
 
 SAVED = """
@@ -155,7 +156,7 @@ def torchao() -> None:
 
 @pytest.mark.usefixtures("torchao")
 def test_frozen_weights_take_a_quarter_and_their_scales(tmp_path: Path) -> None:
-    """3 of 4 bytes go, one scale of 4 bytes and one zero point of a byte a row come; no copies are held for backward."""
+    """3 of 4 bytes go, one scale of 4 bytes and one zero point of a byte a row come; no copies stay for backward."""
     program = script(tmp_path, FROZEN)
     plain = measured(program, arguments=("2", "1024"))
     before, held_before = left(program)
@@ -166,12 +167,12 @@ def test_frozen_weights_take_a_quarter_and_their_scales(tmp_path: Path) -> None:
     scales = 8 * (4 * 1024 + 1024)
     assert before - after == 8 * 3 * 1024 * 1024 - scales
     assert held_after == held_before
-    assert sorted(entry["what"].partition(" ")[0] for entry in changed.said) == ["4", "4"]
+    assert changed.said[0]["what"] == "4 frozen linear layers have 8-bit weights: 16,777,216 bytes before"
 
 
 @pytest.mark.usefixtures("torchao")
 def test_what_is_trained_moves_and_frozen_weights_are_rounded_once(tmp_path: Path) -> None:
-    """Frozen weights come out within half a step of 8 bits, and unchanged by training; gradients reach what is before."""
+    """Frozen weights come out within half a step of 8 bits, and stay so; gradients pass through them."""
     program = script(tmp_path, FROZEN)
     start, _ = trained(program, arguments=("0", "16"))
     fresh, _ = trained(program, Change("int8-frozen"), arguments=("0", "16"))
@@ -210,7 +211,7 @@ else:
 model.to(device, memory_format=torch.channels_last)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=False)
 everything = list(model.parameters())
-for _ in range(3):
+for _ in range(2):
     x, y = torch.randn(2, 3, 64, 64).to(device), torch.randint(1000, (2,)).to(device)
     with torch.autocast(device, torch.bfloat16):
         loss = nn.functional.cross_entropy(model(x), y)
@@ -251,7 +252,7 @@ def test_phantom_and_real_run_take_out_as_many_channels(tmp_path: Path) -> None:
     learned = [k for k in state if "running" not in k and "batches" not in k]
     assert sum(len(state[k]) for k in learned) == count
     assert said[0]["what"] == changed.said[0]["what"]
-    assert state["1.norm.num_batches_tracked"] == [3.0]
+    assert state["1.norm.num_batches_tracked"] == [2.0]
 
 
 @pytest.mark.usefixtures("torch_pruning")
@@ -271,6 +272,6 @@ def test_a_model_whose_code_fixes_its_channels_is_refused(tmp_path: Path) -> Non
     text = CONVOLUTIONS.replace("MODEL", "'small'").replace(
         "return x + self", "return x[:, :10].view(-1, 10, 62, 62) + self"
     )
-    changed = measured(script(tmp_path, text), Change("prune-channels", {"ratio": 0.5}))
-    assert changed.refused is not None
-    assert "could not be traced" in changed.refused
+    program = script(tmp_path, text)
+    with pytest.raises(AssertionError, match=r"cannot apply prune-channels: .*could not be traced in Sequential"):
+        trained(program, Change("prune-channels", {"ratio": 0.5}))

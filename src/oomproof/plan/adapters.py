@@ -143,8 +143,8 @@ class Adapters:
             self._torch.backends.mha.set_fastpath_enabled(False)  # it reads the weights and skips the adapters
 
     def _tell(self, model: Any, head: Any, targets: list[str], whole: list[str]) -> None:
-        trained = {id(p): p.numel() for p in model.parameters() if p.requires_grad}
-        what = f"adapters of rank {self._rank} beside {len(targets)} linear layers: {sum(trained.values()):,} parameters are trained"
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        what = f"adapters of rank {self._rank} beside {len(targets)} linear layers: {trained:,} parameters are trained"
         if whole:
             what += f", the head {whole[0]} whole"
         elif head is not None and head.vocabulary:

@@ -28,8 +28,8 @@ class Int8Frozen(Technique):
     lowers = ("parameter",)
     keeps = (
         "anything but frozen weights: those take 75 % less than in fp32 and 50 % less than in fp16 or bf16, minus the "
-        "scales; trained weights, gradients, optimizer states and activations stay, and one layer's weight at a time is "
-        "there in full while it is used"
+        "scales; trained weights, gradients, optimizer states and activations stay, and one layer's weight at a time "
+        "is there in full while it is used"
     )
     rests_on = "torchao.quantization.quantize_(model, Int8WeightOnlyConfig(), filter_fn=...)"
     source = "https://docs.pytorch.org/ao/stable/api_reference/generated/torchao.quantization.Int8WeightOnlyConfig.html"
@@ -101,7 +101,7 @@ class Int8Frozen(Technique):
             "quantize_(  # before the model is moved to the GPU\n"
             "    model,\n"
             "    Int8WeightOnlyConfig(),\n"
-            "    filter_fn=lambda module, name: isinstance(module, torch.nn.Linear) and not module.weight.requires_grad,\n"
+            "    filter_fn=lambda module, name: isinstance(module, nn.Linear) and not module.weight.requires_grad,\n"
             ")"
         )
 

@@ -28,8 +28,8 @@ class QLoRA(Technique):
     fidelity = "changes-model"
     lowers = ("parameter", "gradient", "optimizer")
     keeps = (
-        "the activations, which are hardly less; embeddings, norms and the head in their own precision; and one layer's "
-        "weight at a time is there in full while it is used"
+        "the activations, which are hardly less; embeddings, norms and the head in their own precision; and one "
+        "layer's weight at a time is there in full while it is used"
     )
     rests_on = "bitsandbytes.nn.Linear4bit(quant_type='nf4') and peft.inject_adapter_in_model(LoraConfig(...), model)"
     source = "https://huggingface.co/docs/bitsandbytes/fsdp_qlora"
@@ -76,7 +76,9 @@ class QLoRA(Technique):
         double = bool(options.get("double", True))
         load = (
             "from transformers import AutoModelForCausalLM, BitsAndBytesConfig\n\n"
-            f'config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={double})\n'
+            "config = BitsAndBytesConfig(\n"
+            f'    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={double}\n'
+            ")\n"
             "model = AutoModelForCausalLM.from_pretrained(..., quantization_config=config)\n"
         )
         return code_of_lora(options, framework, load)

@@ -1,8 +1,8 @@
 """Train an LSTM language model on random tokens, with truncated backpropagation through time.
 
-The defaults have the shape of the large word-level models of the 2010s: a vocabulary of 33,278 words (WikiText-2's), two
-layers of 1,500, dropout, an output layer tied to the embedding, SGD with clipped gradients. The state is carried from
-window to window. Random weights and tokens, nothing is downloaded.
+The defaults have the shape of the large word-level models of the 2010s: a vocabulary of 33,278 words (WikiText-2's),
+two layers of 1,500, dropout, an output layer tied to the embedding, SGD with clipped gradients. The state is carried
+from window to window. Random weights and tokens, nothing is downloaded.
 
     python train_lstm.py                                      on a GPU
     oomproof run --gpu t4 -- train_lstm.py                    its peak memory on a T4, without one

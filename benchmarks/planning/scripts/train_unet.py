@@ -1,7 +1,8 @@
 """Train a diffusion U-Net from diffusers on random images, with accelerate.
 
 The defaults have the shape of an unconditional DDPM for images of 128 x 128; --conditional gives the U-Net of a latent
-diffusion model, with cross attention to text embeddings of 77 tokens. Random weights and images, nothing is downloaded.
+diffusion model, with cross attention to text embeddings of 77 tokens. Random weights and images, nothing is downloaded;
+needs diffusers and accelerate.
 
     python train_unet.py                                      on a GPU
     oomproof run --gpu a100-80gb -- train_unet.py             its peak memory on an A100, without one
@@ -30,7 +31,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--accumulate", type=int, default=1, help="batches per optimizer step (default 1)")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--precision", choices=("no", "fp16", "bf16"), default="no", help="accelerate's mixed precision")
+    parser.add_argument("--precision", choices=("no", "fp16", "bf16"), default="no", help="mixed precision")
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

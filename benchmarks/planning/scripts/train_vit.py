@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a vision transformer on generated images.")
-    parser.add_argument("--model", default="vit_base_patch16_224", help="a model of timm (default vit_base_patch16_224)")
+    parser.add_argument("--model", default="vit_base_patch16_224", help="a model of timm (vit_base_patch16_224)")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--image-size", type=int, default=224)
     parser.add_argument("--classes", type=int, default=1000)

@@ -34,13 +34,13 @@ class Int8Frozen(Technique):
     rests_on = "torchao.quantization.quantize_(model, Int8WeightOnlyConfig(), filter_fn=...)"
     source = "https://docs.pytorch.org/ao/stable/api_reference/generated/torchao.quantization.Int8WeightOnlyConfig.html"
     needs = ("torchao",)
-    extra = "torchao"
+    extra = "torchao (or oomproof[int8])"
     excludes = frozenset(("qlora", "prune-channels"))
     rank = 55
 
     def unfit(self, facts: Facts) -> str | None:
         if "torchao" not in facts.packages:
-            return "torchao is not beside the script's torch; pip install torchao (or oomproof[torchao])"
+            return f"torchao is not beside the script's torch; pip install {self.extra}"
         if not any(model.frozen_linear_bytes for model in facts.models) and not facts.frozen_linear_bytes:
             return "the script has no frozen linear layers; int8 weights cannot be trained"
         if "fsdp" in facts.uses:
@@ -118,7 +118,7 @@ def _write_in_full(module: Any, state: dict[str, Any], prefix: str, _: Any) -> N
 def _linear(torch: Any) -> Any:
     """Return what makes a layer's forward: a product that keeps the int8 weight for the backward pass, nothing else."""
 
-    class Int8Linear(torch.autograd.Function):  # type: ignore[misc, name-defined]
+    class Int8Linear(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
         def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
             ctx.weight, ctx.bias, ctx.dtype = weight, bias, x.dtype

@@ -32,11 +32,13 @@ class LoRA(Technique):
     rests_on = "peft.inject_adapter_in_model(LoraConfig(...), model)"
     source = "https://huggingface.co/docs/peft/package_reference/lora"
     needs = ("peft",)
-    extra = "peft"
+    extra = "peft (or oomproof[lora])"
     excludes = frozenset(("qlora", "prune-channels"))
     rank = 60
 
     def unfit(self, facts: Facts) -> str | None:
+        if "peft" not in facts.packages:
+            return f"peft is not beside the script's torch; pip install {self.extra}"
         return unfit_for_adapters(facts)
 
     def variants(self, facts: Facts) -> Iterator[dict[str, Any]]:
@@ -49,14 +51,13 @@ class LoRA(Technique):
 
     def install(self, injection: Injection, options: Options) -> None:
         adapters = Adapters(injection, self.name, options)
-        adapters.install()
 
         def put_in(model: Any) -> None:
             chosen = named_kind(model, options.get("model"))
             if chosen is not None:
                 adapters.put_in(chosen)
 
-        injection.on_model.append(put_in)
+        adapters.install(put_in)
 
     def code(self, options: Options, framework: str, facts: Facts) -> str | None:
         return code_of_lora(options, framework) if framework != "deepspeed" else None

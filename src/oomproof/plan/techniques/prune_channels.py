@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from oomproof.plan.layers import is_sharded, named_kind, unwrap
+from oomproof.plan.layers import is_sharded, named_kind, option_of, unwrap
 from oomproof.plan.technique import CannotApply, Options, Technique
 
 if TYPE_CHECKING:
@@ -36,15 +36,13 @@ class PruneChannels(Technique):
     rests_on = "torch_pruning.pruner.BasePruner(model, example_inputs, importance, pruning_ratio=...)"
     source = "https://github.com/VainF/Torch-Pruning"
     needs = ("torch_pruning",)
-    extra = "torch-pruning"
+    extra = "torch-pruning (or oomproof[pruning])"
     excludes = frozenset(("lora", "qlora", "int8-frozen", "share-blocks"))
     rank = 75
 
     def unfit(self, facts: Facts) -> str | None:
         if "torch-pruning" not in facts.packages:
-            return (
-                "torch-pruning is not beside the script's torch; pip install torch-pruning (or oomproof[torch-pruning])"
-            )
+            return f"torch-pruning is not beside the script's torch; pip install {self.extra}"
         if not any(model.convolutions > 1 for model in facts.models):
             return "the models have no convolutions: what pruning other layers changes is fixed in a model's own code"
         for use, why in (("fsdp", "sharded"), ("ddp", "made parallel")):
@@ -53,8 +51,7 @@ class PruneChannels(Technique):
         return None
 
     def variants(self, facts: Facts) -> Iterator[dict[str, Any]]:
-        kinds = [model.kind for model in facts.models if model.convolutions > 1]
-        named = {"model": kinds[0]} if len(facts.models) > 1 else {}
+        named = option_of(next(model for model in facts.models if model.convolutions > 1))
         for ratio in (0.2, 0.25, 0.5):
             yield {"ratio": ratio, **named}
 

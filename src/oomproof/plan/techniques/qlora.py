@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from oomproof.plan.adapters import CAUTION, Adapters, code_of_lora, unfit_for_adapters
-from oomproof.plan.layers import is_conv1d, named_kind
+from oomproof.plan.layers import is_conv1d, named_kind, option_of
 from oomproof.plan.technique import CannotApply, Options, Technique
 
 if TYPE_CHECKING:
@@ -34,26 +34,25 @@ class QLoRA(Technique):
     rests_on = "bitsandbytes.nn.Linear4bit(quant_type='nf4') and peft.inject_adapter_in_model(LoraConfig(...), model)"
     source = "https://huggingface.co/docs/bitsandbytes/fsdp_qlora"
     needs = ("peft", "bitsandbytes")
-    extra = "peft,bitsandbytes"
+    extra = "peft bitsandbytes (or oomproof[qlora])"
     excludes = frozenset(("lora", "prune-channels", "share-blocks", "int8-frozen"))
     rank = 65
 
     def unfit(self, facts: Facts) -> str | None:
-        if "bitsandbytes" not in facts.packages:
-            return "bitsandbytes is not beside the script's torch; pip install bitsandbytes (or oomproof[bitsandbytes])"
+        missing = [name for name in self.needs if name not in facts.packages]
+        if missing:
+            names = " and ".join(missing)
+            return f"{names} {'are' if missing[1:] else 'is'} not beside the script's torch; pip install {self.extra}"
         return unfit_for_adapters(facts)
 
     def variants(self, facts: Facts) -> Iterator[dict[str, Any]]:
-        trained = max(facts.models, key=lambda model: model.parameters)
-        wrapped = trained.kind in ("OptimizedModule", "DistributedDataParallel")
-        yield {"rank": 16} if wrapped else {"rank": 16, "model": trained.kind}
+        yield {"rank": 16, **option_of(max(facts.models, key=lambda model: model.parameters))}
 
     def caution(self, facts: Facts, options: Options) -> str | None:
         return CAUTION + ". The 4-bit weights are rounded: the model is no longer quite the one that was loaded"
 
     def install(self, injection: Injection, options: Options) -> None:
         adapters = Adapters(injection, self.name, options)
-        adapters.install()
         convert = functools.partial(_to_four_bits, injection, bool(options.get("double", True)))
 
         def put_in(model: Any) -> None:
@@ -62,13 +61,13 @@ class QLoRA(Technique):
                 adapters.put_in(chosen, convert)
 
         def moving(module: Any) -> None:
-            # with no class named, a module without trainable layers (a frozen teacher, a loss) is left alone
+            # a module without trainable layers (a frozen teacher, a loss) is left alone
             chosen = named_kind(module, options.get("model"))
-            if chosen is not None and ("model" in options or any(p.requires_grad for p in module.parameters())):
+            if chosen is not None and adapters.wants(chosen):
                 adapters.put_in(chosen, convert)
 
         injection.on_moving.append(moving)
-        injection.on_model.append(put_in)
+        adapters.install(put_in)
 
     def code(self, options: Options, framework: str, facts: Facts) -> str | None:
         if framework == "deepspeed":

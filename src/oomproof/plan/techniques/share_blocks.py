@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from oomproof.plan.layers import is_sharded, named_kind, unwrap
+from oomproof.plan.layers import is_sharded, named_kind, option_of, unwrap
 from oomproof.plan.repeated import find_blocks
 from oomproof.plan.technique import CannotApply, Options, Technique
 
@@ -45,8 +45,7 @@ class ShareBlocks(Technique):
 
     def variants(self, facts: Facts) -> Iterator[dict[str, Any]]:
         most = max(len(group.names) for group in facts.blocks)
-        kinds = [model.kind for model in facts.models if model.blocks]
-        named = {"model": kinds[0]} if len(facts.models) > 1 and kinds else {}
+        named = option_of(next(model for model in facts.models if model.blocks))
         for groups in sorted({most // 2, most // 4, 1} - {0, most}, reverse=True):
             yield {"groups": groups, **named}
 
@@ -65,6 +64,8 @@ class ShareBlocks(Technique):
             chosen = named_kind(unwrap(model), options.get("model"))
             if chosen is None or chosen in done:
                 return
+            if type(model).__name__ == "DistributedDataParallel":
+                raise CannotApply("DistributedDataParallel was put around the model before: move it to the GPU first")
             if is_sharded(chosen):
                 raise CannotApply("the model's parameters are sharded already; share them before sharding it")
             found = [(blocks, _tie(blocks.modules, groups, gone)) for blocks in find_blocks(chosen)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import traceback
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -134,8 +135,9 @@ def _prune(
     except CannotApply:
         raise
     except Exception as error:  # whatever a model's own code or the tracing of it fails with
+        why = str(error) or traceback.extract_tb(error.__traceback__)[-1].line  # an assertion without words
         raise CannotApply(
-            f"what depends on what could not be traced in {type(model).__name__}: {type(error).__name__}: {error}"
+            f"what depends on what could not be traced in {type(model).__name__}: {type(error).__name__}: {why}"
         ) from error
     finally:
         for module, mode in modes:

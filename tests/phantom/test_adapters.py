@@ -170,7 +170,7 @@ def test_a_model_made_on_the_gpu_is_told_of(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("bitsandbytes", "transformers")
 @pytest.mark.parametrize("name", ["lora", "qlora"])
 def test_trainer_trains_adapters_of_gpt2(name: str) -> None:
-    """Trainer groups parameters by decay before the adapters are there (lora) or after (qlora): the same are trained."""
+    """Trainer groups parameters before the adapters are there (lora) or after (qlora): the same are trained."""
     changed = measured(EXAMPLES / "train_gpt2.py", Change(name, {"rank": 8}), arguments=SMALL)
     assert changed.refused is None
     assert changed.measurement.exit_code in (0, None)

@@ -171,7 +171,6 @@ def _step(injection: Any, model: Any, run: Any, ratio: float) -> None:
     pruning: Any = importlib.import_module("torch_pruning")
     torch = injection.torch
     convolution = torch.nn.modules.conv._ConvNd
-    kinds = [torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d]
 
     def by_place(group: Any) -> Any:
         """On the phantom there are no weights to compare; how many channels go is the same."""
@@ -186,7 +185,7 @@ def _step(injection: Any, model: Any, run: Any, ratio: float) -> None:
             importance=importance,
             pruning_ratio=ratio,
             ignored_layers=_last(torch, model, run, (convolution, torch.nn.Linear)),
-            root_module_types=kinds,
+            root_module_types=[convolution],
             in_channel_groups={},  # its defaults are shared by all pruners of a process
             out_channel_groups={},
             num_heads={},

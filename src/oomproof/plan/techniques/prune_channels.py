@@ -67,6 +67,9 @@ class PruneChannels(Technique):
         if not 0 < ratio < 1:
             raise CannotApply("ratio is a part of the channels: more than 0 and less than 1")
         optimizers: list[Any] = []
+        weak: Any = importlib.import_module("weakref")
+        waiting: Any = weak.WeakKeyDictionary()
+        done: Any = weak.WeakSet()
         injection.on_optimizer.append(optimizers.append)
 
         def wait(model: Any) -> None:
@@ -78,15 +81,19 @@ class PruneChannels(Technique):
                 raise CannotApply("the model is split over GPUs already; prune it before")
             if inner._compiled_call_impl is not None:
                 raise CannotApply("Module.compile() was called already; prune the model before")
-            handle: list[Any] = []
+            # a compiled model may come twice: as the optimizer's module, and as what torch.compile put around it
+            handles = waiting.setdefault(inner, [])
 
             def first(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                if not (module.training and injection.torch.is_grad_enabled()):
+                if not (module.training and injection.torch.is_grad_enabled()) or inner in done:
                     return
-                handle.pop().remove()
+                done.add(inner)
+                while handles:
+                    handles.pop().remove()
                 injection.guarded(self.name, _prune, injection, inner, args, kwargs, ratio, optimizers)
 
-            handle.append(outer.register_forward_pre_hook(first, with_kwargs=True))
+            if inner not in done:
+                handles.append(outer.register_forward_pre_hook(first, with_kwargs=True))
 
         injection.on_model.append(wait)
 

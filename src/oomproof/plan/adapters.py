@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from oomproof.plan.layers import find_head, is_sharded, linear_layers, unwrap
 from oomproof.plan.technique import CannotApply, Options
 
 if TYPE_CHECKING:
+    from oomproof.plan.facts import Facts
     from oomproof.plan.injection import Injection
 
 RANK = 16
+CAUTION = (
+    "adapters change a pretrained model a little: beside random weights they learn next to nothing. Copies made of the "
+    "model before its optimizer is built (an average of its weights) do not have them"
+)
 
 
 class Adapters:
@@ -32,11 +39,18 @@ class Adapters:
             weak.WeakTensorKeyDictionary()
         )  # parameters that are trained no longer, and what is in their place: [(name, p)]
         self._done: Any = weakref_set()
+        self._busy = False
         self._unseen: list[Any] = []  # adapters whose gradients are still to be seen
 
-    def install(self) -> None:
-        """Have optimizers trained with the adapters, and what would silently leave them out corrected."""
+    def install(self, put_in: Callable[[Any], None]) -> None:
+        """Have models given adapters before an optimizer or another wrapper looks at what they train.
+
+        And whatever would silently leave the adapters out corrected.
+        """
+        self._injection.on_model.append(put_in)
         self._injection.on_parameters.append(self._parameters)
+        optimizers: Any = importlib.import_module("torch.optim.optimizer")
+        optimizers.register_optimizer_step_pre_hook(self._look_at_gradients)
         self._keep_gradients_in_checkpoints()
         self._clip_what_is_trained()
         parallel = self._torch.nn.parallel.DistributedDataParallel
@@ -44,10 +58,20 @@ class Adapters:
 
         @functools.wraps(original)
         def init(wrapper: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-            self._injection.guarded(self._technique, self.put_in, module)  # it looks at gradients once, when it is made
+            self._injection.guarded(self._technique, put_in, module)  # it looks once at what needs gradients
             original(wrapper, module, *args, **kwargs)
 
         parallel.__init__ = init
+
+    def wants(self, model: Any) -> bool:
+        """Return whether a module that is moved has layers to put adapters beside: peft moves its own, too."""
+        model = unwrap(model)
+        if self._busy or model in self._done:
+            return False
+        try:
+            return bool(self._chosen(model, find_head(self._torch, model)))
+        except CannotApply:  # said when a model that is trained has none
+            return False
 
     def put_in(self, model: Any, convert: Any = None) -> None:
         """Put adapters into a model, once. ``convert(model, targets)`` replaces layers first: old -> new parameter."""
@@ -70,9 +94,13 @@ class Adapters:
             if p.requires_grad:
                 self._instead[p] = []
                 before[name] = self._reference(p)
+        self._busy = True
         if convert is not None:
             convert(model, targets)
+        model.is_loaded_in_4bit = convert is not None  # peft asks for it to take its own 4-bit layer
         self._inject(model, targets, whole)
+        del model.is_loaded_in_4bit  # accelerate and Trainer would take the model for one that cannot be moved
+        self._busy = False
         self._done.update(model.modules())
         after = {id(p): (n, p) for n, p in model.named_parameters() if p.requires_grad}
         for reference in before.values():
@@ -124,11 +152,13 @@ class Adapters:
             target_modules=_short(model, targets),
             modules_to_save=whole if transformers and whole else None,
         )
-        if transformers and hasattr(model, "add_adapter"):
+        if transformers and _transformers_knows_peft():
             model.add_adapter(config)  # and save_pretrained writes the adapter alone
         else:
+            if transformers:
+                _save_adapters(type(model), self._done)
             peft.inject_adapter_in_model(config, model)
-            for name in whole:
+            for name in [] if transformers else whole:
                 for p in model.get_submodule(name).parameters():
                     p.requires_grad_(True)
         encoder = self._torch.nn.TransformerEncoderLayer
@@ -136,8 +166,8 @@ class Adapters:
             self._torch.backends.mha.set_fastpath_enabled(False)  # it reads the weights and skips the adapters
 
     def _tell(self, model: Any, head: Any, targets: list[str], whole: list[str]) -> None:
-        trained = {id(p): p.numel() for p in model.parameters() if p.requires_grad}
-        what = f"adapters of rank {self._rank} beside {len(targets)} linear layers: {sum(trained.values()):,} parameters are trained"
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        what = f"adapters of rank {self._rank} beside {len(targets)} linear layers: {trained:,} parameters are trained"
         if whole:
             what += f", the head {whole[0]} whole"
         elif head is not None and head.vocabulary:
@@ -152,7 +182,6 @@ class Adapters:
         flat = [item for items in changed for item in items]
         if not any(item["params"] if isinstance(item, dict) else True for item in flat):
             raise CannotApply("an optimizer is left without parameters: none of its layers has an adapter")
-        self._watch_gradients()
         return flat
 
     def _group(self, item: Any, given: set[int]) -> list[Any]:
@@ -168,26 +197,20 @@ class Adapters:
         given.update(id(p) for _, p in new)
         return [(n, p) if isinstance(item, tuple) else p for n, p in new]
 
-    def _watch_gradients(self) -> None:
-        """After the first step, tell of adapters that got no gradient: a layer whose weight is read, not called."""
-        hook = importlib.import_module("torch.optim.optimizer").register_optimizer_step_pre_hook
-        handle: list[Any] = []
-
-        def look(optimizer: Any, *_: Any) -> None:
-            mine = {id(p) for p in self._unseen}
-            here = [p for group in optimizer.param_groups for p in group["params"] if id(p) in mine]
-            if not here:
-                return
-            handle[0].remove()
-            without = sum(p.grad is None for p in here)
-            if without == len(here):
-                self._injection.refuse(self._technique, "no adapter got a gradient: the model does not call its layers")
-            if without:
-                what = f"{without} of {len(here)} adapter weights got no gradient in the first step"
-                self._injection.say(self._technique, what)
-            self._unseen = []
-
-        handle.append(hook(look))
+    def _look_at_gradients(self, optimizer: Any, *_: Any) -> None:
+        """Before the first step, tell of adapters without a gradient: a layer whose weight is read, not called."""
+        if not self._unseen:
+            return
+        mine = {id(p) for p in self._unseen}
+        here = [p for group in optimizer.param_groups for p in group["params"] if id(p) in mine]
+        seen = {id(p) for p in here}
+        self._unseen = [p for p in self._unseen if id(p) not in seen]
+        without = sum(p.grad is None for p in here)
+        if here and without == len(here):
+            self._injection.refuse(self._technique, "no adapter got a gradient: the model does not call its layers")
+        if without:
+            what = f"{without} of {len(here)} adapter weights got no gradient in the first step"
+            self._injection.say(self._technique, what)
 
     # ---- what scripts do that adapters must survive ---------------------------------------------------------------
 
@@ -233,6 +256,38 @@ def weakref_set() -> Any:
     return importlib.import_module("weakref").WeakSet()
 
 
+def _transformers_knows_peft() -> bool:
+    """Return whether transformers takes the installed peft: each of its releases wants a newer one."""
+    try:
+        integration: Any = importlib.import_module("transformers.integrations.peft")
+        integration.check_peft_version(min_version=integration.MIN_PEFT_VERSION)
+    except (ImportError, AttributeError, ValueError):
+        return False
+    return True
+
+
+def _save_adapters(kind: Any, done: Any) -> None:
+    """Have transformers' save_pretrained write the adapters as peft does, for models that have them."""
+    base: Any = next(k for k in kind.__mro__ if k.__name__ == "PreTrainedModel")
+    if hasattr(base.save_pretrained, "adapters_too"):
+        return
+    original = base.save_pretrained
+
+    @functools.wraps(original)
+    def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        if model not in done:
+            return original(model, save_directory, *args, **kwargs)
+        peft: Any = importlib.import_module("peft")
+        os.makedirs(save_directory, exist_ok=True)
+        state = {f"base_model.model.{k}": v.contiguous() for k, v in peft.get_peft_model_state_dict(model).items()}
+        write = importlib.import_module("safetensors.torch").save_file
+        write(state, os.path.join(save_directory, "adapter_model.safetensors"), metadata={"format": "pt"})
+        model.peft_config["default"].save_pretrained(save_directory)
+
+    save_pretrained.adapters_too = True  # type: ignore[attr-defined]
+    base.save_pretrained = save_pretrained
+
+
 def _trains(module: Any) -> bool:
     weight = module.weight
     return bool(weight.requires_grad and weight.is_floating_point())
@@ -261,3 +316,14 @@ def code_of_lora(options: Options, framework: str, load: str = "") -> str:
         "lightning": "  # in the LightningModule's __init__",
     }.get(framework, "  # before the optimizer is built")
     return f"from peft import LoraConfig, get_peft_model\n\n{load}model = get_peft_model(model, {config}){where}"
+
+
+def unfit_for_adapters(facts: Facts) -> str | None:
+    """Return why a script's models cannot have adapters."""
+    if not facts.models:
+        return "no model was seen in training"
+    if not any(model.linear_layers > (model.head is not None) for model in facts.models):
+        return "the models have no linear layers besides a head"
+    if "fsdp" in facts.uses:
+        return "the model is sharded before its optimizer is built"
+    return None

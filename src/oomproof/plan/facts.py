@@ -69,6 +69,7 @@ class Facts(NamedTuple):
     uses: frozenset[str] = frozenset()  # "autocast-bf16", "autocast-fp16", "grad-scaler", "clip-grad-norm", ...
     backwards_per_step: int = 1
     allocator_config: str = ""
+    frozen_linear_bytes: int = 0  # weights of linear layers that were moved, in a trained model or beside it
     script: str = ""  # SHA-256 of the script's text
     gpus: int = 1  # that a plan may use; the planner says it, no run finds it out
 

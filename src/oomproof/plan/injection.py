@@ -191,6 +191,8 @@ class Injection:
             self._moving.inside = True
             try:
                 self._note(module)
+                if self._survey is not None:
+                    self._survey.moved(module)
                 self._call(self.on_moving, module)
                 return original(module, *args, **kwargs)
             finally:

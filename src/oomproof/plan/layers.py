@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from oomproof.plan.facts import Model
 
 _WRAPPERS = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod", "DataParallel": "module"}
 
@@ -61,6 +64,11 @@ def find_head(torch: Any, model: Any) -> Head | None:
     name, head = leaves[-1]
     tied = any(p is head.weight for n, m in leaves[:-1] for p in m.parameters(recurse=False))
     return Head(name, head, tied or head.out_features >= max(4096, 4 * head.in_features))
+
+
+def option_of(model: Model) -> dict[str, str]:
+    """Return the option that names a trained model, so that no other module which is moved is taken for it."""
+    return {} if model.kind in _WRAPPERS else {"model": model.kind}
 
 
 def named_kind(model: Any, kind: str | None) -> Any:

@@ -44,6 +44,7 @@ class Survey:
         self._last_loader: int | None = None
         self._frameworks = {"code"}
         self._uses: set[str] = set()
+        self._frozen: dict[int, int] = {}  # weights, their bytes
         self._backwards = 0
         self._steps = 0
         self._nodes_at_step = 0
@@ -128,6 +129,11 @@ class Survey:
                 self._frameworks.add("fsdp" if name[0] == "F" else "code")
                 self._uses.add("fsdp" if name[0] == "F" else "ddp")
         self._changed()
+
+    def moved(self, module: Any) -> None:
+        """Look at a module that is moved or cast: a frozen teacher or encoder is never trained."""
+        layers = [m for _, m in linear_layers(self._torch, module) if not m.weight.requires_grad]
+        self._frozen.update({id(m.weight): m.weight.numel() * m.weight.element_size() for m in layers})
 
     def optimizer(self, optimizer: Any) -> None:
         """Look at an optimizer that was built."""
@@ -261,6 +267,7 @@ class Survey:
             uses=frozenset(self._uses),
             backwards_per_step=max(1, round(self._backwards / rounds)) if rounds >= 1 else 1,
             allocator_config=os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "",
+            frozen_linear_bytes=sum(self._frozen.values()),
             script=_script_hash(),
         ).to_json()
 

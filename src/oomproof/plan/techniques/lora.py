@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from oomproof.plan.adapters import Adapters, code_of_lora
+from oomproof.plan.adapters import CAUTION, Adapters, code_of_lora, unfit_for_adapters
 from oomproof.plan.layers import named_kind
 from oomproof.plan.technique import Options, Technique
 
@@ -32,11 +32,13 @@ class LoRA(Technique):
     rests_on = "peft.inject_adapter_in_model(LoraConfig(...), model)"
     source = "https://huggingface.co/docs/peft/package_reference/lora"
     needs = ("peft",)
-    extra = "peft"
+    extra = "peft (or oomproof[lora])"
     excludes = frozenset(("qlora", "prune-channels"))
     rank = 60
 
     def unfit(self, facts: Facts) -> str | None:
+        if "peft" not in facts.packages:
+            return f"peft is not beside the script's torch; pip install {self.extra}"
         return unfit_for_adapters(facts)
 
     def variants(self, facts: Facts) -> Iterator[dict[str, Any]]:
@@ -49,36 +51,16 @@ class LoRA(Technique):
 
     def install(self, injection: Injection, options: Options) -> None:
         adapters = Adapters(injection, self.name, options)
-        adapters.install()
 
         def put_in(model: Any) -> None:
             chosen = named_kind(model, options.get("model"))
             if chosen is not None:
                 adapters.put_in(chosen)
 
-        injection.on_model.append(put_in)
+        adapters.install(put_in)
 
     def code(self, options: Options, framework: str, facts: Facts) -> str | None:
         return code_of_lora(options, framework) if framework != "deepspeed" else None
-
-
-CAUTION = (
-    "adapters change a pretrained model a little: beside random weights they learn next to nothing. Copies made of the "
-    "model before its optimizer is built (an average of its weights) do not have them"
-)
-
-
-def unfit_for_adapters(facts: Facts) -> str | None:
-    """Return why a script's models cannot have adapters."""
-    if "peft" not in facts.packages:
-        return "peft is not beside the script's torch; pip install peft (or oomproof[peft])"
-    if not facts.models:
-        return "no model was seen in training"
-    if not any(model.linear_layers > (model.head is not None) for model in facts.models):
-        return "the models have no linear layers besides a head"
-    if "fsdp" in facts.uses:
-        return "the model is sharded before its optimizer is built"
-    return None
 
 
 TECHNIQUE = LoRA()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from child import has_module
-from planning import measured, script, trained
+from planning import script, trained
 
 from oomproof.plan.technique import Change
 

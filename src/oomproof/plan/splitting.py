@@ -37,6 +37,34 @@ def split(torch: Any, batch: Any, pieces: list[int]) -> Iterator[Any]:
         start += size
 
 
+def join(torch: Any, found: list[Any], sizes: list[int]) -> Any:
+    """Return one output from those of the pieces: the reverse of ``split``.
+
+    Raises CannotApply for what is not cut along its first dimension: a loss, a state.
+    """
+    first = found[0]
+    if isinstance(first, torch.Tensor):
+        if first.dim() == 0:
+            raise CannotApply("the model returns a number, such as its loss, for the whole batch")
+        if [output.shape[0] for output in found] != sizes:
+            raise CannotApply(
+                f"the model returns a tensor with first dimension {first.shape[0]} for {sizes[0]} samples: it is not "
+                "known along which dimension they lie"
+            )
+        return torch.cat(found)
+    if first is None or isinstance(first, (bool, int, float, str)):
+        if any(output != first for output in found):
+            raise CannotApply(f"the model returns a {type(first).__name__} that depends on the batch")
+        return first
+    if isinstance(first, Mapping):
+        joined = {key: join(torch, [output[key] for output in found], sizes) for key in first}
+        return joined if type(first) is dict else type(first)(**joined)
+    if isinstance(first, (list, tuple)):
+        items = [join(torch, list(outputs), sizes) for outputs in zip(*found)]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    raise CannotApply(f"the model returns a {type(first).__name__}, which cannot be put together from pieces")
+
+
 def _tensors(torch: Any, value: Any) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         yield value
@@ -60,6 +88,8 @@ def _cut(torch: Any, value: Any, total: int, start: int, end: int) -> Any:
         if any(True for _ in _tensors(torch, value)):
             items = [_cut(torch, item, total, start, end) for item in value]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if not value:
+            return value
         if len(value) == total:
             return value[start:end]
     raise CannotApply(f"a batch has a {type(value).__name__} in it, which cannot be cut into pieces")

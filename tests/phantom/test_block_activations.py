@@ -75,7 +75,7 @@ def test_peaks_fall_by_what_blocks_no_longer_keep(
     program, plain = feed_forward
     changed = measured(program, change)
     saved = plain.measurement.demand.allocated_bytes - changed.measurement.demand.allocated_bytes
-    assert saved / UNIT == pytest.approx(units, abs=2.01)
+    assert saved / UNIT == pytest.approx(units, abs=2.1)
     notes = [note for note in changed.measurement.notes if note.startswith("pinned host memory")]
     assert notes == ([f"pinned host memory: {host * UNIT / 2**30:.2f} GiB at its peak, not on the GPU"] if host else [])
 
@@ -97,8 +97,7 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2 if self.training else 0.0)
         x = x + self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
-        y = self.statistics(self.conv(x.transpose(1, 2))).relu_()
-        y = y.mul_(y.detach().sigmoid()).transpose(1, 2)
+        y = self.statistics(self.conv(x.transpose(1, 2))).relu_().transpose(1, 2)
         with torch.autocast("cpu", torch.bfloat16):
             z = F.linear(x, self.out.weight)
         return x * scale + self.dropout(y) * y + z.float()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from planning import measured, script, trained
+from planning import measured, refused, script, trained
 
 from oomproof.plan.technique import Change
 
@@ -20,10 +20,10 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 rows, width = (8192, 512) if device == "cuda" else (10, 16)
 torch.manual_seed(0)
 model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(20)], nn.Linear(width, 4))
-model.to(device)
+model.to(device) if device == "cuda" else model.double()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(3):
-    x = torch.randn(rows, width).to(device)
+    x = torch.randn(rows, width).to(model[20].weight)
     out = F.normalize(model(x))
     loss = (out.T @ out).square().sum() / rows
     optimizer.zero_grad()
@@ -45,12 +45,13 @@ def test_a_slice_of_the_activations_remains(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("parts", [2, 3])
 def test_a_loss_over_the_batch_stays_as_it_is(tmp_path: Path, parts: int) -> None:
+    """Only rounding differs: in float64, by less than 1e-12."""
     program = script(tmp_path, CONTRASTIVE)
     plain, _ = trained(program)
     changed, said = trained(program, Change("split-forward", {"parts": parts}))
     assert said
     for name, values in plain.items():
-        assert changed[name] == pytest.approx(values, rel=0, abs=1e-6 * max(map(abs, values))), name
+        assert changed[name] == pytest.approx(values, rel=0, abs=1e-12 * max(map(abs, values))), name
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,4 @@ def test_what_is_not_cut_along_the_batch_is_refused(tmp_path: Path, forward: str
         model(torch.arange(80.0).view(10, 8))
         """,
     )
-    changed = measured(program, Change("split-forward", {"parts": 2}))
-    assert changed.refused is not None
-    assert reason in changed.refused
+    assert reason in refused(program, Change("split-forward", {"parts": 2}))

@@ -37,7 +37,7 @@ class MicroBatch(Technique):
     keeps = "parameters, gradients and optimizer states: gradients now stay from the first piece to the step"
     rests_on = "torch.autograd.backward, which adds to .grad"
     source = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-accumulation"
-    excludes = frozenset(("split-forward", "optimizer-in-backward"))
+    excludes = frozenset(("split-forward", "step-in-backward"))
     rank = 15
 
     def fidelity_of(self, options: Options) -> str:

@@ -92,7 +92,7 @@ class Accumulation:
     def install(self) -> None:
         """Wrap what a training loop calls for each batch."""
         torch = self._torch
-        losses.watch(torch)
+        losses.watch(torch, count=True)
         self._injection.on_model.append(self._on_model)
         self._injection.on_optimizer.append(self._on_optimizer)
         self._wrap_backward()

@@ -16,6 +16,7 @@ from oomproof import api
 from oomproof.measure.measurement import Measurement
 from oomproof.phantom import launch
 from oomproof.plan.facts import Facts
+from oomproof.plan.injection import EXIT_REFUSED
 from oomproof.plan.technique import Change
 from oomproof.running import Runner
 
@@ -63,20 +64,36 @@ def trained(script: Path, *changes: Change, arguments: Sequence[str] = ()) -> tu
 
     This is what ``oomproof apply`` does. Fails when the script does.
     """
+    code, log, run_folder = _run(script, changes, arguments)
+    assert code == 0, log[-4000:]
+    said = [record["said"] for record in _records(run_folder)]
+    return json.loads((run_folder / "left.json").read_text()), [entry for entries in said for entry in entries]
+
+
+def refused(script: Path, *changes: Change, arguments: Sequence[str] = ()) -> str:
+    """Run a script for real with changes that cannot be applied to it; return why not."""
+    code, log, run_folder = _run(script, changes, arguments)
+    assert code == EXIT_REFUSED, log[-4000:]
+    return next(record["refused"] for record in _records(run_folder) if record["refused"])
+
+
+def _run(script: Path, changes: Sequence[Change], arguments: Sequence[str]) -> tuple[int, str, Path]:
     run_folder = script.parent / f"run-{len(list(script.parent.glob('run-*')))}"
     run_folder.mkdir()
-    left = run_folder / "left.json"
     program = launch.resolve_command([PYTHON, str(script), *arguments])
     settings = launch.Settings(
         gpu=api.resolve_gpu(None), phantom=False, changes=tuple(change.to_json() for change in changes)
     )
     log = run_folder / "output.txt"
     with log.open("wb") as output:
-        process = launch.start(program, settings, run_folder, stdout=output, stderr=output, env=_with_left(left))
+        env = _with_left(run_folder / "left.json")
+        process = launch.start(program, settings, run_folder, stdout=output, stderr=output, env=env)
         code = process.wait(300)
-    assert code == 0, log.read_text()[-4000:]
-    said = [json.loads(path.read_text())["said"] for path in sorted(run_folder.glob("changes-*.json"))]
-    return json.loads(left.read_text()), [entry for entries in said for entry in entries]
+    return code, log.read_text(), run_folder
+
+
+def _records(run_folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(run_folder.glob("changes-*.json"))]
 
 
 def _with_left(left: Path) -> dict[str, str]:

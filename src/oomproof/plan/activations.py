@@ -163,6 +163,10 @@ class Activations:
             self._injection.refuse(self._technique, reason)
         return value
 
+    def recomputed(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what a module's forward gives, to be computed again in the backward pass."""
+        return self._recompute(module, forward, *args, **kwargs)
+
     # ---- the actions ---------------------------------------------------------------------------------------------
 
     def _keep(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:

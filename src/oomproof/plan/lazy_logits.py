@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
+from oomproof.plan import losses
 from oomproof.plan.linear_cross_entropy import Loss
 
 #: Computes the loss: gets hidden (N, in), weight, bias, targets (N), the loss's arguments and the loss's dtype.
@@ -389,6 +390,9 @@ def _cross_entropy(
             dtype,
         )
     head.told.used()
+    if reduction == "mean":
+        scores = (*shape, len(head.weight))
+        losses.mark_cross_entropy(torch, loss, scores, target, weight, ignore_index, label_smoothing)
     return loss.view(shape) if reduction == "none" else loss
 
 

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from oomproof.inject.imports import when_imported
+from oomproof.plan import losses
 from oomproof.plan.facts import BlockGroup, Facts, Loader, Model, Optimizer
 from oomproof.plan.layers import linear_layers
 from oomproof.plan.repeated import find_blocks
@@ -65,6 +66,7 @@ class Survey:
         torch.compile = self._noting(torch.compile, "compile")
         self._watch_autocast()
         self._watch_scaler()
+        losses.watch(torch)
         self._watch_backward()
         optimizer = importlib.import_module("torch.optim.optimizer")
         optimizer.register_optimizer_step_post_hook(self._stepped)
@@ -220,14 +222,21 @@ class Survey:
         original = graph._engine_run_backward
 
         @functools.wraps(original)
-        def run_backward(*args: Any, **kwargs: Any) -> Any:
+        def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._torch.compiler.is_compiling():
                 self._backwards += 1
                 self._train_on_last_loader()
-            return original(*args, **kwargs)
+                if kwargs.get("accumulate_grad"):
+                    self._look_at_loss(losses.of(tensors))
+            return original(tensors, *args, **kwargs)
 
         graph._engine_run_backward = run_backward
         self._torch.autograd._engine_run_backward = run_backward
+
+    def _look_at_loss(self, loss: Any) -> None:
+        self._note("loss-other" if loss is None else f"loss-{loss.kind}")
+        if loss is not None and loss.in_batch:
+            self._note("loss-in-batch")
 
     def _train_on_last_loader(self) -> None:
         for place, (key, loader) in enumerate(self._loaders):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
-from optimizer_scripts import BIASES, WEIGHTS, training
+from optimizer_scripts import BIASES, WEIGHTS, farthest, training
 from planning import measured, script, trained
 
 from oomproof.plan.technique import Change
@@ -51,8 +52,10 @@ def test_gradients_do_not_live_through_the_forward_pass(tmp_path: Path, loop: st
     changed = measured(program, FOR_LOOP, change)
     assert changed.measurement.fits
     saved = plain.measurement.demand.allocated_bytes - changed.measurement.demand.allocated_bytes
-    # the backward pass frees a layer's activations (two of 4 MiB) and makes its gradients (4 MiB)
-    assert saved == pytest.approx(4 * (WEIGHTS + BIASES), rel=0.35)
+    gradients = 4 * (WEIGHTS + BIASES)
+    # the highest point is then in the backward pass, which frees a layer's activations (4 MiB), makes its gradients
+    # (4 MiB) and has up to three more of that size at work
+    assert gradients - 3.1 * 4 * 2**20 <= saved <= 1.01 * gradients
     assert fact not in changed.facts.uses or when == "zero-grad"
     assert trained(program, change)[0] == trained(program)[0]
 
@@ -116,16 +119,18 @@ for step in range(STEPS):
         (ACCUMULATES, "a parameter got gradients twice in one step"),
         (SCALES, "the script calls GradScaler.scale"),
         (TWO, "the script has several optimizers"),
-        (READS, "reads gradients, which are gone when backward() returns"),
+        (READS, "train.py:21 reads gradients, which are gone when backward() returns"),
         (SETS_RATES, "the script sets the learning rate between backward() and step()"),
     ],
     ids=["clips", "accumulates", "scales", "two", "reads", "rates"],
 )
-def test_stepping_in_backward_is_refused_where_gradients_are_needed(tmp_path: Path, loop: str, reason: str) -> None:
+def test_stepping_in_backward_is_refused_where_gradients_are_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: str, reason: str
+) -> None:
     """Nothing is trained wrongly: the run ends with the reason."""
-    trial = measured(script(tmp_path, training(loop=loop)), Change("step-in-backward"))
-    assert trial.refused is not None
-    assert reason in trial.refused
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AssertionError, match=re.escape(f"cannot apply step-in-backward: {reason}")):
+        trained(script(tmp_path, training(loop=loop)), Change("step-in-backward"))
 
 
 def test_offloading_steps_with_clipped_and_scaled_gradients(tmp_path: Path) -> None:
@@ -139,8 +144,6 @@ def test_offloading_steps_with_clipped_and_scaled_gradients(tmp_path: Path) -> N
 
 def test_fused_steps_with_a_gradient_scaler(tmp_path: Path) -> None:
     """GradScaler hands its scale to a fused step; the outcome is that of the loop but for rounding."""
-    from optimizer_scripts import farthest
-
     program = script(tmp_path, training(loop=SCALES + 'if device == "cpu":\n    leave(model)\n'))
     change = Change("optimizer-implementation", {"use": "fused"})
     assert measured(program, change).measurement.fits

@@ -47,7 +47,7 @@ environment: $(VENV)/stamp
 $(VENV)/stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing torch and what the tests need into $(VENV), 5.5 GB; this happens once" >&2
-	$(PIP) $(TORCH) transformers accelerate nvitop
+	$(PIP) $(TORCH) transformers accelerate nvitop bitsandbytes torchao lion-pytorch
 	$(PIP) --editable '.[dev]'
 	touch $@
 

@@ -212,7 +212,7 @@ class Meter(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
             self._count_collective(plan, args, kwargs, made)
             return
         if any(not _plain(t) for t in itertools.chain(read, made)):
-            return  # sparse, meta or fake
+            return  # sparse or fake
         if self._crosses(plan, args, read, made):
             return
         phase = self._phase()
@@ -464,7 +464,8 @@ class Plan:
 
 
 def _plain(tensor: Any) -> bool:
-    return tensor.layout is torch.strided and tensor.device.type in ("cuda", "cpu")
+    # "meta": the host's, where a rehearsal must not need the host memory that training needs (offload-optimizer)
+    return tensor.layout is torch.strided and tensor.device.type in ("cuda", "cpu", "meta")
 
 
 def _size(tensor: Any) -> int:

@@ -48,7 +48,7 @@ $(VENV)/stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing torch and what the tests need into $(VENV), 5.5 GB; this happens once" >&2
 	$(PIP) $(TORCH) transformers accelerate nvitop
-	$(PIP) --no-deps peft torch-pruning torchao bitsandbytes
+	$(PIP) --no-deps peft torch-pruning torchao bitsandbytes lion-pytorch
 	$(PIP) --editable '.[dev]'
 	touch $@
 

@@ -11,7 +11,7 @@ import sys, torch
 from torch import nn
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
-N, LAYERS, BATCH = (1024, 8, 8) if device == "cuda" else (32, 3, 4)
+N, LAYERS, BATCH = (1024, 8, 8) if device == "cuda" else (64, 3, 4)  # 4,096 weights: the least for 8 bits
 model = nn.Sequential(*[nn.Sequential(nn.Linear(N, N), nn.Tanh()) for _ in range(LAYERS)]).to(device)
 """
 
@@ -48,3 +48,29 @@ def farthest(one: dict[str, list[float]], other: dict[str, list[float]]) -> floa
     """Return the largest difference between two trained models' parameters."""
     assert one.keys() == other.keys(), json.dumps([list(one), list(other)])
     return max(abs(a - b) for name in one for a, b in zip(one[name], other[name], strict=True))
+
+
+def resumed(optimizer: str = "torch.optim.AdamW(model.parameters(), lr=1e-2)") -> str:
+    """Return a script that saves and loads its optimizer after two steps, and sets rates as numbers."""
+    return f"""{MODEL}
+import io
+def steps(optimizer):
+    for step in range(2):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + step)
+        optimizer.zero_grad()
+        model(torch.randn(BATCH, N).to(device)).square().mean().backward()
+        optimizer.step()
+def build():
+    return {optimizer}
+optimizer = build()
+steps(optimizer)
+file = io.BytesIO()
+torch.save(optimizer.state_dict(), file)
+file.seek(0)
+saved = torch.load(file, weights_only=False)
+optimizer.zero_grad()
+optimizer.load_state_dict(saved)
+steps(optimizer)
+leave(model)
+"""

@@ -214,8 +214,6 @@ class Meter(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         if plan.collective is not None:
             self._count_collective(plan, args, kwargs, made)
             return
-        if any(t.is_meta for t in itertools.chain(read, made)):
-            return
         if any(t.layout is not torch.strided for t in itertools.chain(read, made)):
             self._uncounted_one(f"FLOPs and bytes of {plan.name} on sparse tensors")
             return
@@ -275,10 +273,11 @@ class Meter(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
             return False
         waits = not plan.asynchronous(args, kwargs)
         for into, source in pairs:
+            # "meta" is the host's, where a rehearsal must not need the host memory that training needs (offload-optimizer)
             host = source if into.is_cuda else into
             direction = "h2d" if into.is_cuda else "d2h"
             self._copy(
-                direction, host.is_pinned(), waits, into.numel() * min(into.element_size(), source.element_size())
+                direction, host.is_meta or host.is_pinned(), waits, into.numel() * min(into.element_size(), source.element_size())
             )
         return True
 

@@ -152,6 +152,24 @@ def pretend(optimizer: Any, kind: Any, **methods: Any) -> None:
     real_class.__set__(optimizer, type(base.__name__, (base,), space))
 
 
+def keep_embeddings(injection: Injection, optimizer: Any, technique: str) -> None:
+    """Keep the states of embeddings in 32 bits in one of bitsandbytes' optimizers of 8, as HF's Trainer does."""
+    manager = imported("bitsandbytes.optim", "bitsandbytes").GlobalOptimManager.get_instance()
+    model = injection.model_of(parameters_of(optimizer))
+    modules = model.modules() if model is not None else ()
+    weights = {id(m.weight): m.weight for m in modules if isinstance(m, injection.torch.nn.Embedding)}
+    if not weights:
+        return
+    manager.override_config(list(weights.values()), "optim_bits", 32)
+    for place, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if id(parameter) in weights and optimizer.get_config(place, index, group)["optim_bits"] != 32:
+                raise CannotApply(
+                    "this bitsandbytes does not keep embeddings' states in 32 bits; install 0.50 or newer"
+                )
+    injection.say(technique, f"{len(weights)} embeddings keep states of 32 bits", type(model).__name__)
+
+
 # ---- steps over part of an optimizer --------------------------------------------------------------------------------
 
 

@@ -111,15 +111,16 @@ class ClearGradients(Technique):
         injection.on_optimizer.append(attach)
 
     def code(self, options: Options, framework: str, facts: Facts) -> str | None:
+        if framework == "deepspeed":
+            return None
         if options["when"] == "zero-grad":
             return "optimizer.zero_grad()  # without set_to_none=False"
         if framework == "lightning":
             return (
-                "def on_before_zero_grad(self, optimizer): ...  # Lightning calls it late; free them after the step:\n"
-                + ("def on_train_batch_end(self, *_):\n    self.optimizers().zero_grad()")
+                "class Model(LightningModule):\n"
+                "    def on_train_batch_end(self, outputs, batch, batch_idx):\n"
+                "        self.optimizers().zero_grad()  # Lightning does it only after the next forward pass"
             )
-        if framework == "deepspeed":
-            return None
         return "optimizer.step()\noptimizer.zero_grad()  # here, not after the next forward pass"
 
 

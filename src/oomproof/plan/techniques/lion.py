@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from oomproof.plan.optimizers import CHECKPOINTS, STATES, ReplaceOptimizer, imported
+from oomproof.plan.optimizers import CHECKPOINTS, STATES, ReplaceOptimizer, imported, keep_embeddings
 from oomproof.plan.technique import Options
 
 if TYPE_CHECKING:
@@ -44,7 +44,10 @@ class TakeLion(ReplaceOptimizer):
         known = {"lr": float(given["lr"]), "betas": (0.9, 0.99), "weight_decay": given["weight_decay"]}
         if options["library"] == "lion-pytorch":
             return imported("lion_pytorch", "lion-pytorch").Lion(params, **known)
-        return getattr(imported("bitsandbytes.optim", "bitsandbytes"), _name(options))(params, **known)
+        optimizer = getattr(imported("bitsandbytes.optim", "bitsandbytes"), _name(options))(params, **known)
+        if options["bits"] == 8:
+            keep_embeddings(injection, optimizer, self.name)
+        return optimizer
 
     def code(self, options: Options, framework: str, facts: Facts) -> str | None:
         rate = "# a rate 3 to 10 times smaller than Adam's, weight decay as much larger"

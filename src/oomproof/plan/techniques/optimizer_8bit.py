@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from oomproof.plan.optimizers import CHECKPOINTS, STATES, ReplaceOptimizer, bare_step, imported, pretend
+from oomproof.plan.optimizers import (
+    CHECKPOINTS,
+    STATES,
+    ReplaceOptimizer,
+    bare_step,
+    imported,
+    keep_embeddings,
+    pretend,
+)
 from oomproof.plan.technique import CannotApply, Options
 
 if TYPE_CHECKING:
@@ -101,24 +109,8 @@ def _bitsandbytes(kind: str, params: Any, known: dict[str, Any], embeddings: int
     if kind == "Adam" and any(group["weight_decay"] for group in optimizer.param_groups):
         raise CannotApply("bitsandbytes' Adam decouples weight decay, torch's does not; take torchao")
     if embeddings == 32:
-        _keep_embeddings(bitsandbytes, optimizer, injection)
+        keep_embeddings(injection, optimizer, Optimizer8bit.name)
     return optimizer
-
-
-def _keep_embeddings(bitsandbytes: Any, optimizer: Any, injection: Injection) -> None:
-    model = injection.model_of([p for group in optimizer.param_groups for p in group["params"]])
-    modules = model.modules() if model is not None else ()
-    weights = {id(m.weight): m.weight for m in modules if isinstance(m, injection.torch.nn.Embedding)}
-    if not weights:
-        return
-    bitsandbytes.GlobalOptimManager.get_instance().override_config(list(weights.values()), "optim_bits", 32)
-    for place, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            if id(parameter) in weights and optimizer.get_config(place, index, group)["optim_bits"] != 32:
-                raise CannotApply(
-                    "this bitsandbytes does not keep embeddings' states in 32 bits; install 0.50 or newer"
-                )
-    injection.say(Optimizer8bit.name, f"{len(weights)} embeddings keep states of 32 bits", type(model).__name__)
 
 
 def _torchao(injection: Injection, kind: str, params: Any, known: dict[str, Any], bits: int) -> Any:

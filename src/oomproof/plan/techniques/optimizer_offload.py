@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 #: What the step on the CPU takes in place of what a group says for the GPU.
 _SWITCHES = ("fused", "foreach", "capturable")
+_SCALES = ("grad_scale", "found_inf")
 
 
 class OffloadOptimizer(Technique):
@@ -170,17 +171,20 @@ class _Host:
         devices = set()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                copy = self._copy(parameter)
-                place, gradient = self._pinned[parameter]
-                place.copy_(parameter.detach(), non_blocking=True)
                 early = parameter in self._arrived
-                if parameter.grad is not None:
-                    if early:
-                        self._refuse("a parameter got gradients twice in one step; take gradients=False")
-                    gradient = self._gradient(parameter)
+                copy = self._copies.get(parameter)
+                if copy is not None:
+                    copy.grad = None
+                if parameter.grad is None and not early:
+                    continue
+                if parameter.grad is not None and early:
+                    self._refuse("a parameter got gradients twice in one step; take gradients=False")
+                copy = self._copy(parameter)
+                self._pinned[parameter][0].copy_(parameter.detach(), non_blocking=True)
+                gradient = self._gradient(parameter)
+                if not early:
                     gradient.copy_(parameter.grad, non_blocking=True)
-                has_any = early or parameter.grad is not None
-                copy.grad = None if not has_any else self._stand_in(gradient)
+                copy.grad = self._stand_in(gradient)
                 devices.add(parameter.device)
         self._wait(devices)
         self._swap(stepping=True)
@@ -191,7 +195,8 @@ class _Host:
         self._arrived.clear()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if self._copies[parameter].grad is not None:
+                copy = self._copies.get(parameter)
+                if copy is not None and copy.grad is not None:
                     parameter.detach().copy_(self._pinned[parameter][0], non_blocking=True)
 
     def _wait(self, devices: set[Any]) -> None:
@@ -236,7 +241,11 @@ class _Host:
             if any(p.device.type != "cpu" for p in params):  # else the script's own choice is for the CPU
                 fused = not self._rehearsal and not group.get("differentiable")
                 group.update({name: fused if name == "fused" else False for name in switches})
-            group["params"] = [self._copy(parameter) for parameter in params]
+            group["params"] = [self._copy(p) if p.requires_grad else p for p in params]
+        if stepping and self._rehearsal:
+            for name in _SCALES:  # GradScaler leaves them here for a fused step
+                if getattr(self._optimizer, name, None) is not None:
+                    setattr(self._optimizer, name, None)
 
     def _swap_back(self) -> None:
         if self._swapped is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from oomproof.plan.optimizers import CHECKPOINTS, STATES, ReplaceOptimizer, imported
+from oomproof.plan.optimizers import CHECKPOINTS, STATES, ReplaceOptimizer, imported, keep_embeddings
 from oomproof.plan.technique import CannotApply, Options
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ class PagedOptimizer(ReplaceOptimizer):
         )
         if kind == "Adam" and any(group["weight_decay"] for group in optimizer.param_groups):
             raise CannotApply("bitsandbytes' Adam decouples weight decay, the script's does not")
+        if options.get("bits", 32) == 8:
+            keep_embeddings(injection, optimizer, self.name)
         return optimizer
 
     def code(self, options: Options, framework: str, facts: Facts) -> str | None:

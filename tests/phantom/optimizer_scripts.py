@@ -32,7 +32,9 @@ WEIGHTS = 8 * 1024 * 1024
 BIASES = 8 * 1024
 
 
-def training(optimizer: str = "torch.optim.AdamW(model.parameters(), lr=1e-2)", steps: int = 3, loop: str = LOOP) -> str:
+def training(
+    optimizer: str = "torch.optim.AdamW(model.parameters(), lr=1e-2)", steps: int = 3, loop: str = LOOP
+) -> str:
     """Return a script that trains with this optimizer."""
     return f"{MODEL}\nSTEPS = {steps}\noptimizer = {optimizer}\n{loop}"
 

@@ -28,7 +28,9 @@ class Adapters:
         self._targets = options.get("targets", "all-linear")
         weak: Any = importlib.import_module("torch.utils.weak")
         self._reference = weak.TensorWeakRef
-        self._instead: Any = weak.WeakTensorKeyDictionary()  # parameters that are trained no longer, and what is in their place: [(name, p)]
+        self._instead: Any = (
+            weak.WeakTensorKeyDictionary()
+        )  # parameters that are trained no longer, and what is in their place: [(name, p)]
         self._done: Any = weakref_set()
         self._unseen: list[Any] = []  # adapters whose gradients are still to be seen
 
@@ -258,7 +260,4 @@ def code_of_lora(options: Options, framework: str, load: str = "") -> str:
         "trainer": "  # before Trainer(model=model, ...)",
         "lightning": "  # in the LightningModule's __init__",
     }.get(framework, "  # before the optimizer is built")
-    return (
-        f"from peft import LoraConfig, get_peft_model\n\n{load}"
-        f"model = get_peft_model(model, {config}){where}"
-    )
+    return f"from peft import LoraConfig, get_peft_model\n\n{load}model = get_peft_model(model, {config}){where}"

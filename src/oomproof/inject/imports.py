@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import sys
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -37,18 +38,23 @@ class _Watcher(importlib.abc.MetaPathFinder):
         self._name = name
         self._callback = callback
         self._before = before
+        self._searching = threading.local()
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name != self._name:
+        if name != self._name or getattr(self._searching, "inside", False):
+            return None  # another that waits for this module asks: it has been asked itself by this one
+        self._searching.inside = True
+        try:
+            for finder in list(sys.meta_path):
+                if finder is self or not hasattr(finder, "find_spec"):
+                    continue
+                spec = finder.find_spec(name, path, target)
+                if spec is not None and spec.loader is not None:
+                    self._wrap(spec.loader)
+                    return spec
             return None
-        for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(name, path, target)
-            if spec is not None and spec.loader is not None:
-                self._wrap(spec.loader)
-                return spec
-        return None
+        finally:
+            self._searching.inside = False
 
     def _wrap(self, loader: Any) -> None:
         """Wrap what runs the module's code; libraries also look for a module without importing it."""

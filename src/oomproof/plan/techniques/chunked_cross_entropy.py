@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -174,12 +175,19 @@ def _losses(options: Options) -> Any:
 
     if use == "blocks":
         return own
-    try:
-        library = {"torch": _of_torch, "liger": _of_liger, "cut-cross-entropy": _of_cut_cross_entropy}[use](own)
-    except (ImportError, AttributeError) as error:
-        where = f"pip install {_LIBRARIES[use]}" if use in _LIBRARIES else "it needs torch 2.14"
-        raise CannotApply(f"{use} is not beside the script's torch: {where} ({error})") from None
-    return library
+    name, attribute, build = {
+        "torch": ("torch.nn.functional", "linear_cross_entropy", _of_torch),
+        "liger": ("liger_kernel.ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction", _of_liger),
+        "cut-cross-entropy": ("cut_cross_entropy", "linear_cross_entropy", _of_cut_cross_entropy),
+    }[use]
+    # imported when it is first used: its kernels are compiled at import, and the phantom is not all there yet
+    if use in _LIBRARIES and importlib.util.find_spec(name.partition(".")[0]) is None:
+        raise CannotApply(
+            f"{_LIBRARIES[use]} is not beside the script's torch; pip install {_LIBRARIES[use]} (or oomproof[losses])"
+        )
+    if use == "torch" and not hasattr(importlib.import_module(name), attribute):
+        raise CannotApply("torch.nn.functional.linear_cross_entropy needs torch 2.14")
+    return build(own, lambda: getattr(importlib.import_module(name), attribute))
 
 
 def _same_dtype(hidden: Any, *others: Any) -> tuple[Any, ...]:
@@ -188,17 +196,14 @@ def _same_dtype(hidden: Any, *others: Any) -> tuple[Any, ...]:
     return tuple(None if t is None else t.to(hidden.dtype) for t in others)
 
 
-def _of_torch(own: Any) -> Any:
-    import torch
-
-    function: Any = torch.nn.functional.linear_cross_entropy  # type: ignore[attr-defined, unused-ignore]
-    options = torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined, unused-ignore]
+def _of_torch(own: Any, function: Any) -> Any:
+    options = importlib.import_module("torch.nn").LinearCrossEntropyOptions()
 
     def compute(hidden: Any, weight: Any, bias: Any, target: Any, loss: Any, dtype: Any) -> Any:
         if loss.label_smoothing:  # it makes the whole logits then
             return own(hidden, weight, bias, target, loss, dtype)
         weight, bias, mass = _same_dtype(hidden, weight, bias, loss.weight)
-        return function(
+        return function()(
             hidden,
             weight,
             target,
@@ -212,16 +217,13 @@ def _of_torch(own: Any) -> Any:
     return compute
 
 
-def _of_liger(own: Any) -> Any:
-    library: Any = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
-    function = library.LigerFusedLinearCrossEntropyFunction
-
+def _of_liger(own: Any, function: Any) -> Any:
     def compute(hidden: Any, weight: Any, bias: Any, target: Any, loss: Any, dtype: Any) -> Any:
         if loss.reduction == "none" or not hidden.is_cuda:
             return own(hidden, weight, bias, target, loss, dtype)
         weight, bias = _same_dtype(hidden, weight, bias)
         mass = None if loss.weight is None else loss.weight.float()
-        found = function.apply(
+        found = function().apply(
             hidden, weight, target, bias, mass, loss.ignore_index, 0.0, loss.label_smoothing, loss.reduction
         )
         return (found[0] if isinstance(found, tuple) else found).to(dtype)
@@ -229,17 +231,13 @@ def _of_liger(own: Any) -> Any:
     return compute
 
 
-def _of_cut_cross_entropy(own: Any) -> Any:
-    linear_cross_entropy: Any = importlib.import_module("cut_cross_entropy").linear_cross_entropy
-
+def _of_cut_cross_entropy(own: Any, function: Any) -> Any:
     def compute(hidden: Any, weight: Any, bias: Any, target: Any, loss: Any, dtype: Any) -> Any:
         narrow = str(hidden.dtype) == "torch.bfloat16"  # its kernels are for 16 bits
         if bias is not None or loss.weight is not None or loss.label_smoothing or not (hidden.is_cuda and narrow):
             return own(hidden, weight, bias, target, loss, dtype)
         (weight,) = _same_dtype(hidden, weight)
-        return linear_cross_entropy(
-            hidden, weight, target, ignore_index=loss.ignore_index, reduction=loss.reduction
-        ).to(dtype)
+        return function()(hidden, weight, target, ignore_index=loss.ignore_index, reduction=loss.reduction).to(dtype)
 
     return compute
 

@@ -47,6 +47,7 @@ class CompileBudget(Technique):
     def caution(self, facts: Facts, options: Options) -> str | None:
         return (
             "a smaller budget can need more memory than a larger one (PyTorch issue 197838), so each has to be tried; "
+            "what is computed again may all be computed at the start of the backward pass, whose peak then falls less; "
             "the first step compiles for minutes, and inputs of another shape compile again"
         )
 

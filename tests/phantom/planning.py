@@ -16,7 +16,7 @@ from oomproof import api
 from oomproof.measure.measurement import Measurement
 from oomproof.phantom import launch
 from oomproof.plan.facts import Facts
-from oomproof.plan.technique import Change
+from oomproof.plan.technique import Change, world_size
 from oomproof.running import Runner
 
 
@@ -45,7 +45,10 @@ def measured(script: Path, *changes: Change, arguments: Sequence[str] = (), **op
 LEAVE = """
 import json as _json, os as _os
 def leave(model):
-    state = {k: v.detach().float().flatten().tolist() for k, v in model.state_dict().items()}
+    whole = lambda v: v.full_tensor() if hasattr(v, "full_tensor") else v
+    state = {k: whole(v.detach()).float().flatten().tolist() for k, v in model.state_dict().items()}
+    if _os.environ.get("RANK", "0") != "0":
+        return
     with open(_os.environ["LEFT"], "w") as file:
         _json.dump(state, file)
 """
@@ -58,15 +61,30 @@ def script(folder: Path, text: str, name: str = "train.py") -> Path:
     return path
 
 
+#: Starts two or more processes of a script as ``oomproof apply`` does.
+TORCHRUN = (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
 def trained(script: Path, *changes: Change, arguments: Sequence[str] = ()) -> tuple[dict[str, list[float]], list[Any]]:
     """Run a script for real, without the phantom, with changes in it; return what it left, and what was changed.
 
-    This is what ``oomproof apply`` does. Fails when the script does.
+    This is what ``oomproof apply`` does, over as many processes as the changes ask for. Fails when the script does.
     """
+    left, said, log = attempted(script, *changes, arguments=arguments)
+    assert left is not None, log[-4000:]
+    return left, said
+
+
+def attempted(
+    script: Path, *changes: Change, arguments: Sequence[str] = ()
+) -> tuple[dict[str, list[float]] | None, list[Any], str]:
+    """Do what ``trained`` does, and return None for what is left where the script failed; and what it printed."""
     run_folder = script.parent / f"run-{len(list(script.parent.glob('run-*')))}"
     run_folder.mkdir()
     left = run_folder / "left.json"
-    program = launch.resolve_command([PYTHON, str(script), *arguments])
+    size = world_size(changes)
+    start = [PYTHON] if size is None else [*TORCHRUN, str(size)]
+    program = launch.resolve_command([*start, str(script), *arguments])
     settings = launch.Settings(
         gpu=api.resolve_gpu(None), phantom=False, changes=tuple(change.to_json() for change in changes)
     )
@@ -74,9 +92,9 @@ def trained(script: Path, *changes: Change, arguments: Sequence[str] = ()) -> tu
     with log.open("wb") as output:
         process = launch.start(program, settings, run_folder, stdout=output, stderr=output, env=_with_left(left))
         code = process.wait(300)
-    assert code == 0, log.read_text()[-4000:]
     said = [json.loads(path.read_text())["said"] for path in sorted(run_folder.glob("changes-*.json"))]
-    return json.loads(left.read_text()), [entry for entries in said for entry in entries]
+    made = json.loads(left.read_text()) if code == 0 else None
+    return made, [entry for entries in said for entry in entries], log.read_text()
 
 
 def _with_left(left: Path) -> dict[str, str]:

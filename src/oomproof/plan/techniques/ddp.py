@@ -38,7 +38,7 @@ def parallelise(ranks: Ranks, options: Options) -> None:
             what = "each GPU normalises with the statistics of its own part of the batch"
             injection.say(ranks.technique, what, "batch norms")
 
-        class Inside(torch.nn.Module):  # type: ignore[misc] # torch has no types here
+        class Inside(torch.nn.Module):  # type: ignore[misc, name-defined] # torch has no types here
             """What the wrapper calls: the model's own forward, and the model's parameters."""
 
             def __init__(self) -> None:

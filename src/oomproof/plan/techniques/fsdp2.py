@@ -190,10 +190,10 @@ class FullySharded(Technique):
         uses_bf16 = facts.models and facts.models[0].dtypes[:1] == ("bfloat16",)
         yield {**plain, "reshard_after_forward": False}
         yield {**plain, "reshard_after_forward": True}
-        if not uses_bf16 and facts.capability >= (8, 0):
-            yield {**plain, "reshard_after_forward": True, "mixed_precision": "bfloat16"}
         if "grad-scaler" not in facts.uses:
             yield {**plain, "reshard_after_forward": True, "cpu_offload": True}
+        if not uses_bf16 and facts.capability >= (8, 0):
+            yield {**plain, "reshard_after_forward": True, "mixed_precision": "bfloat16"}
 
     def only_proposed(self, facts: Facts, options: Options) -> bool:
         return facts.framework != "code" or spread.has_own_batches(facts)

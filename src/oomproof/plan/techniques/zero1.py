@@ -72,7 +72,7 @@ class ZeroOne(Technique):
             given = dict(kwargs)
             parameters = args[0] if args else given.pop("params")
 
-            class ZeroRedundancyOptimizer(base):  # type: ignore[misc] # torch has no types here
+            class ZeroRedundancyOptimizer(base):  # type: ignore[misc, valid-type] # torch has no types here
                 """One whose state dict is whole on rank 0 without being asked to gather it first."""
 
                 def state_dict(self) -> Any:

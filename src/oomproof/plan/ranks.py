@@ -60,6 +60,7 @@ class Ranks:
         self._in_backward = False
         self._forwards = 0  # of the models, since the last backward pass
         self._counted: set[int] = set()
+        self._compared = 0
         injection.on_model.append(self._model)
         if self.here:
             self._take_own_gpu()
@@ -188,7 +189,11 @@ class Ranks:
             wrap_forward(model, self._called)
 
     def _called(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        self._forwards += bool(self._torch.is_grad_enabled())
+        if self._torch.is_grad_enabled():
+            self._forwards += 1
+            if not self.slices and self._compared < COMPARED_BATCHES and not self.injection.rehearsal:
+                self._compared += 1
+                self._compare((args, kwargs), "the ranks give the model different inputs, and have to work on the same")
         return forward(*args, **kwargs)
 
     def _training(self) -> bool:
@@ -229,7 +234,7 @@ class Ranks:
                 "DataLoader(..., drop_last=True) leaves the last, smaller one out"
             )
         if self.batches < COMPARED_BATCHES and not self.injection.rehearsal:
-            self._compare(batch)
+            self._compare(batch, "the ranks read different batches, so their parts would not make the script's batch")
         start, stop = place(count, self.size, self.rank)
         self._weight = (stop - start) * self.size / count
         what = f"each batch of {count} is spread over {self.size} GPUs" if self.batches == 0 else None
@@ -239,8 +244,8 @@ class Ranks:
             self.injection.say(self.technique, what, f"DataLoader of {type(loader.dataset).__name__}")
         return rows(self._torch, batch, count, start, stop)
 
-    def _compare(self, batch: Any) -> None:
-        """Make sure that all ranks read the same batch: they take parts of it, which must be parts of one."""
+    def _compare(self, batch: Any, otherwise: str) -> None:
+        """Make sure that all ranks have the same: they take parts of it, or work on it together."""
         self.start()
         digest = hashlib.sha256()
         for tensor in tensors(self._torch, batch):
@@ -249,8 +254,8 @@ class Ranks:
         self._torch.distributed.all_gather_object(found, digest.hexdigest())
         if len(set(found)) > 1:
             self.refuse(
-                "the ranks read different batches, so their parts would not make the script's batch; seed everything "
-                "that the data depends on (random.seed, numpy.random.seed, torch.manual_seed)"
+                f"{otherwise}; seed everything that the data depends on (random.seed, numpy.random.seed, "
+                "torch.manual_seed)"
             )
 
     def _look_for_ignored(self, batch: Any, count: int) -> None:
@@ -315,8 +320,9 @@ class Ranks:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
             obj = whole(obj)
             if self.rank == 0 or hasattr(f, "getvalue"):
-                return original(obj, f, *args, **kwargs)
-            return None
+                original(obj, f, *args, **kwargs)
+            if self._started and not hasattr(f, "getvalue"):
+                self._torch.distributed.barrier()  # who loads it again finds it
 
         self._torch.save = self._torch.serialization.save = save
 

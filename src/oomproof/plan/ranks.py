@@ -26,13 +26,16 @@ if TYPE_CHECKING:
 COMPARED_BATCHES = 3
 _IGNORED = -100  # the target that PyTorch's losses leave out of their mean by default
 
-#: Libraries that start the process group and shard by themselves, and the class whose construction shows it.
+#: Frameworks that start the process group by themselves, and the class whose construction shows it.
 _FRAMEWORKS = (
-    ("accelerate.accelerator", "Accelerator", "accelerate"),
-    ("transformers.training_args", "TrainingArguments", "transformers.TrainingArguments"),
     ("lightning.pytorch.trainer.trainer", "Trainer", "Lightning"),
     ("pytorch_lightning.trainer.trainer", "Trainer", "Lightning"),
     ("deepspeed.runtime.engine", "DeepSpeedEngine", "DeepSpeed"),
+)
+#: Those whose own switches ``plan.frameworks`` sets.
+_SWITCHED = (
+    ("accelerate.accelerator", "Accelerator", "accelerate"),
+    ("transformers.training_args", "TrainingArguments", "transformers.Trainer"),
 )
 
 
@@ -43,14 +46,19 @@ class Ranks:
     ``slices`` says whether each rank reads its own part of a batch (data parallel) or all of it (tensor parallel).
     """
 
-    def __init__(self, injection: Injection, technique: str, size: int, *, slices: bool = True) -> None:
+    def __init__(
+        self, injection: Injection, technique: str, size: int, *, slices: bool = True, switched: bool = False
+    ) -> None:
         self.injection = injection
         self.technique = technique
         self.size = size
         self.slices = slices
         self.rank = int(os.environ.get("RANK", "0"))
         self.here = "RANK" in os.environ and injection.world_size == size
+        self.theirs: str | None = None  # the framework that shards by itself
         self.batches = 0  # that were sliced
+        self._switched = switched
+        self._place = {name: os.environ.get(name) for name in ("LOCAL_RANK", "CUDA_VISIBLE_DEVICES")}
         self._torch: Any = injection.torch
         self._models: list[weakref.ref[Any]] = []
         self._passed = 0  # batches that went to the script whole while gradients were on
@@ -86,6 +94,18 @@ class Ranks:
             )
         os.environ["CUDA_VISIBLE_DEVICES"] = names[local]
         os.environ["LOCAL_RANK"] = "0"
+
+    def yield_to(self, framework: str) -> None:
+        """Leave everything to a framework that spreads the script by itself, this process's place included."""
+        if self.theirs is not None:
+            return
+        self.theirs = framework
+        if not self._torch.cuda.is_initialized():
+            for name, value in self._place.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
     def start(self) -> None:
         """Join the other ranks: make the process group, once, on the GPU where there is one."""
@@ -124,13 +144,13 @@ class Ranks:
 
         @functools.wraps(original)
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
-            if not self._starting:
+            if not self._starting and self.theirs is None:
                 self.refuse("the script starts torch.distributed by itself; use its own options for several GPUs")
             return original(*args, **kwargs)
 
         for module in (distributed, distributed.distributed_c10d):
             module.init_process_group = init_process_group
-        for name, kind, what in _FRAMEWORKS:
+        for name, kind, what in _FRAMEWORKS if self._switched else (*_FRAMEWORKS, *_SWITCHED):
             self.injection.when_imported(name, functools.partial(self._watch_framework, kind, what))
         compile_original = self._torch.compile
 
@@ -159,7 +179,7 @@ class Ranks:
                 f"it is for {self.size} processes and this is one of {self.injection.world_size}; start the script "
                 f"with oomproof apply, or with torchrun --nproc-per-node {self.size}"
             )
-        if any(p.numel() for p in model.parameters()):
+        if self.theirs is None and any(p.numel() for p in model.parameters()):
             self.register(model)
 
     def register(self, model: Any) -> None:
@@ -216,7 +236,7 @@ class Ranks:
 
     def part(self, loader: Any, batch: Any) -> Any:
         """Return this rank's part of a batch, or all of it where the script does not train with it."""
-        if not self._training():
+        if self.theirs is not None or not self._training():
             return batch
         if not any(reference() is not None for reference in self._models):
             self._passed += 1
@@ -282,7 +302,12 @@ class Ranks:
 
         @functools.wraps(original)
         def run_backward(outputs: Any, gradients: Any = (), *args: Any, **kwargs: Any) -> Any:
-            if self._in_backward or not kwargs.get("accumulate_grad", True) or not self._models:
+            if (
+                self.theirs is not None
+                or self._in_backward
+                or not kwargs.get("accumulate_grad", True)
+                or not self._models
+            ):
                 return original(outputs, gradients, *args, **kwargs)
             self._before_backward()
             if self._weight != 1.0:
@@ -318,11 +343,14 @@ class Ranks:
 
         @functools.wraps(original)
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.theirs is not None:
+                return original(obj, f, *args, **kwargs)
             obj = whole(obj)
             if self.rank == 0 or hasattr(f, "getvalue"):
                 original(obj, f, *args, **kwargs)
             if self._started and not hasattr(f, "getvalue"):
                 self._torch.distributed.barrier()  # who loads it again finds it
+            return None
 
         self._torch.save = self._torch.serialization.save = save
 

@@ -29,12 +29,15 @@ class Replaced:
         self._refuse = refuse
 
     @property
+    def _tensor(self) -> Any:
+        """The module that has DTensor."""
+        module: Any = importlib.import_module("torch.distributed.tensor")
+        return module if hasattr(module, "DTensor") else importlib.import_module("torch.distributed._tensor")  # 2.4
+
+    @property
     def dtensor(self) -> Any:
-        """DTensor, wherever this torch has it."""
-        try:
-            return importlib.import_module("torch.distributed.tensor").DTensor
-        except (ImportError, AttributeError):  # 2.4
-            return importlib.import_module("torch.distributed._tensor").DTensor
+        """The class DTensor."""
+        return self._tensor.DTensor
 
     def before(self, module: Any) -> list[Place]:
         """Return a module's parameters that are whole: those that sharding will replace."""
@@ -174,5 +177,4 @@ class Replaced:
             return value
         if value.shape != there.shape:  # a step counter
             return value
-        distribute = importlib.import_module(dtensor.__module__.rpartition(".")[0]).distribute_tensor
-        return distribute(value.to(there.to_local().device), there.device_mesh, there.placements)
+        return self._tensor.distribute_tensor(value.to(there.to_local().device), there.device_mesh, there.placements)

@@ -35,6 +35,20 @@ def unfit(facts: Facts) -> str | None:
     return None
 
 
+def no_switch(facts: Facts) -> str | None:
+    """Return why the framework's own switches are left to the person, None where they are set for them."""
+    if facts.framework in ("lightning", "deepspeed"):
+        return f"{THEIR_OWN[facts.framework]} spreads a script by its own switches, which this leaves to you"
+    if facts.framework == "trainer" and facts.batch_size is not None and facts.batch_size % facts.gpus:
+        return f"the Trainer's batch of {facts.batch_size} is not a multiple of {facts.gpus} GPUs"
+    return None
+
+
+def only_proposed(facts: Facts) -> bool:
+    """Return whether the person has to change the script: nobody can take a part of its own batches for it."""
+    return facts.framework == "code" and has_own_batches(facts)
+
+
 def has_own_batches(facts: Facts) -> bool:
     """Return whether the script makes its batches without a DataLoader: nobody can take a part of them for it."""
     return not any(loader.used_in_training for loader in facts.loaders)
@@ -42,7 +56,7 @@ def has_own_batches(facts: Facts) -> bool:
 
 def caution(facts: Facts) -> str:
     """Return what holds for every script that is spread over GPUs with a part of the batch on each."""
-    if has_own_batches(facts):
+    if only_proposed(facts):
         return (
             "no DataLoader gives the batches: have each rank read a different part of the data. The figures are for "
             "the script's batch on each GPU"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from oomproof.plan import spread
+from oomproof.plan import frameworks, spread
 from oomproof.plan.ranks import Ranks
 from oomproof.plan.technique import CannotApply, Options, Technique
 from oomproof.plan.wrapping import wrap_forward
@@ -27,9 +27,11 @@ def parallelise(ranks: Ranks, options: Options) -> None:
     injection = ranks.injection
     torch = injection.torch
     kwargs = {name: options[name] for name in PASSED if name in options}
+    if kwargs and ranks.here:
+        frameworks.pass_to_ddp(ranks, kwargs)
 
     def wrap(model: Any) -> None:
-        if not ranks.here or not any(p.requires_grad for p in model.parameters()):
+        if not ranks.here or ranks.theirs is not None or not any(p.requires_grad for p in model.parameters()):
             return
         norms = torch.nn.modules.batchnorm._BatchNorm
         if options.get("batch_norm") == "synchronised":
@@ -109,7 +111,7 @@ class DataParallel(Technique):
         return "approximate" if options.get("batch_norm") == "own" else "equal"
 
     def unfit(self, facts: Facts) -> str | None:
-        return spread.unfit(facts)
+        return spread.unfit(facts) or spread.no_switch(facts)
 
     def variants(self, facts: Facts) -> Iterator[dict[str, Any]]:
         plain = {"gpus": facts.gpus, "gradient_as_bucket_view": True}
@@ -120,13 +122,16 @@ class DataParallel(Technique):
             yield plain
 
     def only_proposed(self, facts: Facts, options: Options) -> bool:
-        return facts.framework != "code" or spread.has_own_batches(facts)
+        return spread.only_proposed(facts)
 
     def caution(self, facts: Facts, options: Options) -> str | None:
         return spread.caution(facts)
 
     def install(self, injection: Injection, options: Options) -> None:
-        parallelise(Ranks(injection, self.name, options["gpus"]), options)
+        ranks = Ranks(injection, self.name, options["gpus"], switched=True)
+        parallelise(ranks, options)
+        if ranks.here:
+            frameworks.switch(ranks, options, fsdp=False)
 
     def code(self, options: Options, framework: str, facts: Facts) -> str | None:
         view = bool(options.get("gradient_as_bucket_view"))

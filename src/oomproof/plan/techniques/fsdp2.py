@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from oomproof.measure import versions
-from oomproof.plan import spread
+from oomproof.plan import frameworks, spread
 from oomproof.plan.ranks import Ranks
 from oomproof.plan.repeated import find_blocks
 from oomproof.plan.replaced import Replaced
@@ -57,14 +57,14 @@ class FullyShard:
 
     def moving(self, module: Any) -> None:
         """Shard a model when it goes to the GPU: a block is moved whole, and the next when its shard alone is left."""
-        if self._ranks.injection.moving_to != self._ranks.device_type:
+        if self._ranks.theirs is not None or self._ranks.injection.moving_to != self._ranks.device_type:
             return
         if any(p.requires_grad for p in module.parameters()):
             self.shard(module)
 
     def model(self, model: Any) -> None:
         """Shard a model that was not moved: it was made on the GPU, or is trained on the CPU."""
-        if any(p.requires_grad for p in model.parameters()):
+        if self._ranks.theirs is None and any(p.requires_grad for p in model.parameters()):
             self.shard(model)
 
     def shard(self, model: Any) -> None:
@@ -183,7 +183,7 @@ class FullySharded(Technique):
             return f"torch {facts.torch} has no fully_shard; it is there from 2.4 on"
         if any(model.batch_norms for model in facts.models):
             return "batch norms would normalise with a part of the batch, and keep other statistics on each GPU"
-        return spread.unfit(facts)
+        return spread.unfit(facts) or spread.no_switch(facts)
 
     def variants(self, facts: Facts) -> Iterator[dict[str, Any]]:
         plain: dict[str, Any] = {"gpus": facts.gpus, "blocks": sorted({group.kind for group in facts.blocks})}
@@ -196,7 +196,7 @@ class FullySharded(Technique):
             yield {**plain, "reshard_after_forward": True, "mixed_precision": "bfloat16"}
 
     def only_proposed(self, facts: Facts, options: Options) -> bool:
-        return facts.framework != "code" or spread.has_own_batches(facts)
+        return spread.only_proposed(facts)
 
     def caution(self, facts: Facts, options: Options) -> str | None:
         said = [spread.caution(facts)]
@@ -210,9 +210,10 @@ class FullySharded(Technique):
         reshard = options.get("reshard_after_forward", True)
         if not isinstance(reshard, bool) and (not 1 < reshard < options["gpus"] or options["gpus"] % reshard):
             raise CannotApply(f"reshard_after_forward={reshard} is no divisor of {options['gpus']} between 1 and it")
-        ranks = Ranks(injection, self.name, options["gpus"])
+        ranks = Ranks(injection, self.name, options["gpus"], switched=True)
         if ranks.here:
             FullyShard(ranks, options)
+            frameworks.switch(ranks, options, fsdp=True)
 
     def code(self, options: Options, framework: str, facts: Facts) -> str | None:
         gpus, reshard = options["gpus"], options.get("reshard_after_forward", True)

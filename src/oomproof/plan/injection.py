@@ -36,7 +36,8 @@ class Injection:
 
     - ``on_model(model)``: once for each module that is trained, before an optimizer is built of its parameters or, if
       it has none by then, before it is first called with gradients.
-    - ``on_moving(module)``: a module is about to be moved or cast by ``.to()`` or ``.cuda()``, the outermost call only.
+    - ``on_moving(module)``: a module is about to be moved or cast by ``.to()`` or ``.cuda()``, the outermost call only;
+      ``moving_to`` is the type of the device then, None where it is cast alone.
     - ``on_parameters(model, groups)``: what the optimizer is given; returns what it gets instead. ``groups`` is a list
       of tensors, of (name, tensor) or of dicts.
     - ``optimizer_options(kind, kwargs)``: before one of torch's optimizers is initialised; changes ``kwargs`` in place.
@@ -53,6 +54,7 @@ class Injection:
         self.changes = [Change(c["technique"], c.get("options", {})) for c in config["changes"]]
         self.on_model: list[Callable[[Any], None]] = []
         self.on_moving: list[Callable[[Any], None]] = []
+        self.moving_to: str | None = None
         self.on_parameters: list[Callable[[Any, list[Any]], list[Any]]] = []
         self.optimizer_options: list[Callable[[type, dict[str, Any]], None]] = []
         self.other_optimizer: list[Callable[[type, tuple[Any, ...], dict[str, Any]], Any]] = []
@@ -99,6 +101,12 @@ class Injection:
     def guarded(self, technique: str, call: Callable[..., Any], *args: Any) -> Any:
         """Call on behalf of a technique, and end the process where it says that it cannot be applied."""
         return self._guard(technique, call, *args)
+
+    def own(self, module: Any) -> None:
+        """Note a module that a technique made around a model: it is none of the script's models."""
+        ids = {id(inner) for inner in module.modules()}
+        self._ready |= ids
+        weakref.finalize(module, self._ready.difference_update, ids)
 
     def refuse(self, technique: str, reason: str) -> None:
         """Record that a technique cannot be applied, and end the process: half a plan is none."""
@@ -191,14 +199,24 @@ class Injection:
             self._moving.inside = True
             try:
                 self._note(module)
+<<<<<<< HEAD
                 if self._survey is not None:
                     self._survey.moved(module)
+=======
+                self.moving_to = self._destination(original.__name__, args, kwargs)
+>>>>>>> sharding
                 self._call(self.on_moving, module)
                 return original(module, *args, **kwargs)
             finally:
                 self._moving.inside = False
 
         return moves
+
+    def _destination(self, name: str, args: Any, kwargs: Any) -> str | None:
+        if name == "cuda":
+            return "cuda"
+        device = self.torch._C._nn._parse_to(*args, **kwargs)[0]
+        return None if device is None else str(device.type)
 
     def model_used(self, module: Any) -> None:
         """A module is called that has not been made ready: do it if it is a model in training."""
@@ -325,6 +343,9 @@ class Injection:
 
 def _owner(callback: Any) -> str:
     """Return the name of the technique that a callback was made in."""
+    owner = getattr(getattr(callback, "__self__", None), "technique", None)
+    if owner is not None:  # a method of what several techniques share
+        return str(owner)
     module = sys.modules.get(getattr(callback, "__module__", ""))
     return str(getattr(getattr(module, "TECHNIQUE", None), "name", "a change"))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, NamedTuple
 
+from oomproof.plan.wrapping import own_kind
+
 
 class Blocks(NamedTuple):
     """Modules of one class in one ``ModuleList``, ``Sequential`` or ``ModuleDict``."""
@@ -39,18 +41,20 @@ def find_blocks(model: Any) -> list[Blocks]:
 
     def _take(container: Any, name: str) -> bool:
         children = [(key, child) for key, child in container.named_children() if not _is_list(child)]
-        counts = Counter(type(child) for _, child in children if _is_block(child))
+        counts = Counter(own_kind(child) for _, child in children if _is_block(child))
         if not counts:
             return False
         kind, count = counts.most_common(1)[0]
-        chosen = [(f"{name}.{key}", child) for key, child in children if type(child) is kind and id(child) not in seen]
+        chosen = [
+            (f"{name}.{key}", child) for key, child in children if own_kind(child) is kind and id(child) not in seen
+        ]
         if count < 2 or len(chosen) < 2:
             return False
         seen.update(id(child) for _, child in chosen)
         names, modules = zip(*chosen)
         found.append(Blocks(name, kind.__name__, names, modules))
         for key, child in children:
-            if type(child) is not kind:
+            if own_kind(child) is not kind:
                 walk(child, f"{name}.{key}")
         return True
 
@@ -61,7 +65,7 @@ def find_blocks(model: Any) -> list[Blocks]:
 
 
 def _is_list(module: Any) -> bool:
-    return type(module).__name__ in ("ModuleList", "Sequential", "ModuleDict")
+    return own_kind(module).__name__ in ("ModuleList", "Sequential", "ModuleDict")
 
 
 def _is_block(module: Any) -> bool:

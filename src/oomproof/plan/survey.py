@@ -64,6 +64,9 @@ class Survey:
         checkpoint: Any = importlib.import_module("torch.utils.checkpoint")
         checkpoint.checkpoint = self._noting(checkpoint.checkpoint, "checkpoint")
         torch.compile = self._noting(torch.compile, "compile")
+        if torch.distributed.is_available():
+            for place in (torch.distributed, torch.distributed.distributed_c10d):
+                place.init_process_group = self._noting(place.init_process_group, "distributed")
         self._watch_autocast()
         self._watch_scaler()
         losses.watch(torch)

@@ -91,6 +91,10 @@ class Technique:
         """Return how many GPUs the script is to run on, one process each; None where it stays one process."""
         return None
 
+    def only_proposed(self, facts: Facts, options: Options) -> bool:
+        """Return whether this script has to be changed by hand for it: ``apply`` refuses, the phantom measures it."""
+        return self.proposal_only
+
     def caution(self, facts: Facts, options: Options) -> str | None:
         """Return what the person must know before applying it to this script, None where there is nothing."""
         return None

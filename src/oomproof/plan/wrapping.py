@@ -11,6 +11,21 @@ from typing import Any
 Around = Callable[..., Any]
 
 
+_WRAPS = "_oomproof_wraps"
+
+
+def own_kind(module: Any) -> Any:
+    """Return the class that a module was made of, before ``wrap_forward`` or FSDP2 gave it one of their own."""
+    kind = type(module)
+    while True:
+        if _WRAPS in kind.__dict__:
+            kind = kind.__dict__[_WRAPS]
+        elif len(kind.__bases__) == 2 and kind.__bases__[0].__name__ == "FSDPModule":
+            kind = kind.__bases__[1]
+        else:
+            return kind
+
+
 def wrap_forward(module: Any, around: Around) -> None:
     """Have ``module.forward(*args)`` do ``around(forward, *args)``, by giving the module a subclass of its class.
 
@@ -40,6 +55,7 @@ def wrap_forward(module: Any, around: Around) -> None:
             "__qualname__": kind.__qualname__,
             "__doc__": kind.__doc__,
             "__reduce_ex__": reduce,
+            _WRAPS: kind,
         },
     )
     module.__class__ = wrapped

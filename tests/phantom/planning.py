@@ -16,12 +16,8 @@ from oomproof import api
 from oomproof.measure.measurement import Measurement
 from oomproof.phantom import launch
 from oomproof.plan.facts import Facts
-<<<<<<< HEAD
 from oomproof.plan.injection import EXIT_REFUSED
-from oomproof.plan.technique import Change
-=======
 from oomproof.plan.technique import Change, world_size
->>>>>>> sharding
 from oomproof.running import Runner
 
 
@@ -75,11 +71,18 @@ def trained(script: Path, *changes: Change, arguments: Sequence[str] = ()) -> tu
 
     This is what ``oomproof apply`` does, over as many processes as the changes ask for. Fails when the script does.
     """
-<<<<<<< HEAD
+    left, said, log = attempted(script, *changes, arguments=arguments)
+    assert left is not None, log[-4000:]
+    return left, said
+
+
+def attempted(
+    script: Path, *changes: Change, arguments: Sequence[str] = ()
+) -> tuple[dict[str, list[float]] | None, list[Any], str]:
+    """Do what ``trained`` does, and return None for what is left where the script failed; and what it printed."""
     code, log, run_folder = _run(script, changes, arguments)
-    assert code == 0, log[-4000:]
-    said = [record["said"] for record in _records(run_folder)]
-    return json.loads((run_folder / "left.json").read_text()), [entry for entries in said for entry in entries]
+    made = json.loads((run_folder / "left.json").read_text()) if code == 0 else None
+    return made, [entry for record in _records(run_folder) for entry in record["said"]], log
 
 
 def refused(script: Path, *changes: Change, arguments: Sequence[str] = ()) -> str:
@@ -92,24 +95,9 @@ def refused(script: Path, *changes: Change, arguments: Sequence[str] = ()) -> st
 def _run(script: Path, changes: Sequence[Change], arguments: Sequence[str]) -> tuple[int, str, Path]:
     run_folder = script.parent / f"run-{len(list(script.parent.glob('run-*')))}"
     run_folder.mkdir()
-    program = launch.resolve_command([PYTHON, str(script), *arguments])
-=======
-    left, said, log = attempted(script, *changes, arguments=arguments)
-    assert left is not None, log[-4000:]
-    return left, said
-
-
-def attempted(
-    script: Path, *changes: Change, arguments: Sequence[str] = ()
-) -> tuple[dict[str, list[float]] | None, list[Any], str]:
-    """Do what ``trained`` does, and return None for what is left where the script failed; and what it printed."""
-    run_folder = script.parent / f"run-{len(list(script.parent.glob('run-*')))}"
-    run_folder.mkdir()
-    left = run_folder / "left.json"
-    size = world_size(changes)
+    size = world_size(tuple(changes))
     start = [PYTHON] if size is None else [*TORCHRUN, str(size)]
     program = launch.resolve_command([*start, str(script), *arguments])
->>>>>>> sharding
     settings = launch.Settings(
         gpu=api.resolve_gpu(None), phantom=False, changes=tuple(change.to_json() for change in changes)
     )
@@ -118,17 +106,11 @@ def attempted(
         env = _with_left(run_folder / "left.json")
         process = launch.start(program, settings, run_folder, stdout=output, stderr=output, env=env)
         code = process.wait(300)
-<<<<<<< HEAD
     return code, log.read_text(), run_folder
 
 
 def _records(run_folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(run_folder.glob("changes-*.json"))]
-=======
-    said = [json.loads(path.read_text())["said"] for path in sorted(run_folder.glob("changes-*.json"))]
-    made = json.loads(left.read_text()) if code == 0 else None
-    return made, [entry for entries in said for entry in entries], log.read_text()
->>>>>>> sharding
 
 
 def _with_left(left: Path) -> dict[str, str]:

@@ -38,7 +38,6 @@ class _Watcher(importlib.abc.MetaPathFinder):
         self._name = name
         self._callback = callback
         self._before = before
-<<<<<<< HEAD
         self._searching = threading.local()
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
@@ -56,25 +55,6 @@ class _Watcher(importlib.abc.MetaPathFinder):
             return None
         finally:
             self._searching.inside = False
-=======
-        self._looking = False
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name != self._name or self._looking:  # another that watches the same module asks this one
-            return None
-        self._looking = True
-        try:
-            for finder in sys.meta_path:
-                if finder is self or not hasattr(finder, "find_spec"):
-                    continue
-                spec = finder.find_spec(name, path, target)
-                if spec is not None and spec.loader is not None:
-                    self._wrap(spec.loader)
-                    return spec
-            return None
-        finally:
-            self._looking = False
->>>>>>> sharding
 
     def _wrap(self, loader: Any) -> None:
         """Wrap what runs the module's code; libraries also look for a module without importing it."""

@@ -199,12 +199,9 @@ class Injection:
             self._moving.inside = True
             try:
                 self._note(module)
-<<<<<<< HEAD
                 if self._survey is not None:
                     self._survey.moved(module)
-=======
                 self.moving_to = self._destination(original.__name__, args, kwargs)
->>>>>>> sharding
                 self._call(self.on_moving, module)
                 return original(module, *args, **kwargs)
             finally:

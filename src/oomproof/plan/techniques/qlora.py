@@ -26,7 +26,7 @@ class QLoRA(Technique):
     name = "qlora"
     title = "keep the linear layers in 4 bits, and train low-rank adapters"
     fidelity = "changes-model"
-    lowers = ("parameter", "gradient", "optimizer")
+    lowers = ("parameter", "gradient", "optimizer_state")
     keeps = (
         "the activations, which are hardly less; embeddings, norms and the head in their own precision; and one "
         "layer's weight at a time is there in full while it is used"

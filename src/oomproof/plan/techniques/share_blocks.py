@@ -26,7 +26,7 @@ class ShareBlocks(Technique):
     name = "share-blocks"
     title = "let blocks share their parameters"
     fidelity = "changes-model"
-    lowers = ("parameter", "gradient", "optimizer")
+    lowers = ("parameter", "gradient", "optimizer_state")
     keeps = (
         "activations and computation: every block still runs and keeps its own. The -71 % (all layers of BERT-base "
         "shared) and -89 % (all that ALBERT-base changes) that are quoted are of parameters alone"

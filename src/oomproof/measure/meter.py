@@ -273,12 +273,11 @@ class Meter(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
             return False
         waits = not plan.asynchronous(args, kwargs)
         for into, source in pairs:
-            # "meta" is the host's, where a rehearsal must not need the host memory that training needs (offload-optimizer)
+            # "meta" is the host's, where a rehearsal must not need the host memory that training needs
             host = source if into.is_cuda else into
             direction = "h2d" if into.is_cuda else "d2h"
-            self._copy(
-                direction, host.is_meta or host.is_pinned(), waits, into.numel() * min(into.element_size(), source.element_size())
-            )
+            size = into.numel() * min(into.element_size(), source.element_size())
+            self._copy(direction, host.is_meta or host.is_pinned(), waits, size)
         return True
 
     def _copy(self, direction: str, pinned: bool, blocking: bool, size: int) -> None:

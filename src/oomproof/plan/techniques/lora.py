@@ -24,7 +24,7 @@ class LoRA(Technique):
     name = "lora"
     title = "train low-rank adapters, and freeze the model"
     fidelity = "changes-model"
-    lowers = ("gradient", "optimizer")
+    lowers = ("gradient", "optimizer_state")
     keeps = (
         "the weights, which stay where they are in their own precision; and the activations, which are hardly less and "
         "may be more: gradients still flow through every frozen layer, and each adapter keeps its layer's input"

@@ -28,7 +28,7 @@ class PruneChannels(Technique):
     name = "prune-channels"
     title = "take out a part of each convolution's channels"
     fidelity = "changes-model"
-    lowers = ("parameter", "gradient", "optimizer", "activation")
+    lowers = ("parameter", "gradient", "optimizer_state", "activation")
     keeps = (
         "the accuracy: it needs fine-tuning after; and the head's outputs. For ResNet-50, 36 to 44 % fewer parameters "
         "are published at ratios of 0.20 to 0.25; activations fall by less, and the whole model is on the GPU for a "
@@ -52,7 +52,8 @@ class PruneChannels(Technique):
         return None
 
     def variants(self, facts: Facts) -> Iterator[dict[str, Any]]:
-        named = option_of(next(model for model in facts.models if model.convolutions > 1))
+        convolutional = [model for model in facts.models if model.convolutions > 1]
+        named = option_of(convolutional[0]) if convolutional else {}
         for ratio in (0.2, 0.25, 0.5):
             yield {"ratio": ratio, **named}
 

@@ -26,7 +26,7 @@ class ShareBlocks(Technique):
     name = "share-blocks"
     title = "let blocks share their parameters"
     fidelity = "changes-model"
-    lowers = ("parameter", "gradient", "optimizer")
+    lowers = ("parameter", "gradient", "optimizer_state")
     keeps = (
         "activations and computation: every block still runs and keeps its own. The -71 % (all layers of BERT-base "
         "shared) and -89 % (all that ALBERT-base changes) that are quoted are of parameters alone"
@@ -44,8 +44,9 @@ class ShareBlocks(Technique):
         return None
 
     def variants(self, facts: Facts) -> Iterator[dict[str, Any]]:
-        most = max(len(group.names) for group in facts.blocks)
-        named = option_of(next(model for model in facts.models if model.blocks))
+        most = max((len(group.names) for group in facts.blocks), default=0)
+        repeated = [model for model in facts.models if model.blocks]
+        named = option_of(repeated[0]) if repeated else {}
         for groups in sorted({most // 2, most // 4, 1} - {0, most}, reverse=True):
             yield {"groups": groups, **named}
 

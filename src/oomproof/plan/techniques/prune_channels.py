@@ -52,7 +52,8 @@ class PruneChannels(Technique):
         return None
 
     def variants(self, facts: Facts) -> Iterator[dict[str, Any]]:
-        named = option_of(next(model for model in facts.models if model.convolutions > 1))
+        convolutional = [model for model in facts.models if model.convolutions > 1]
+        named = option_of(convolutional[0]) if convolutional else {}
         for ratio in (0.2, 0.25, 0.5):
             yield {"ratio": ratio, **named}
 

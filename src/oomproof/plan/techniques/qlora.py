@@ -46,7 +46,8 @@ class QLoRA(Technique):
         return unfit_for_adapters(facts)
 
     def variants(self, facts: Facts) -> Iterator[dict[str, Any]]:
-        yield {"rank": 16, **option_of(max(facts.models, key=lambda model: model.parameters))}
+        largest = max(facts.models, key=lambda model: model.parameters, default=None)
+        yield {"rank": 16, **(option_of(largest) if largest else {})}
 
     def caution(self, facts: Facts, options: Options) -> str | None:
         return CAUTION + ". The 4-bit weights are rounded: the model is no longer quite the one that was loaded"

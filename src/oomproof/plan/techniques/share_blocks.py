@@ -44,8 +44,9 @@ class ShareBlocks(Technique):
         return None
 
     def variants(self, facts: Facts) -> Iterator[dict[str, Any]]:
-        most = max(len(group.names) for group in facts.blocks)
-        named = option_of(next(model for model in facts.models if model.blocks))
+        most = max((len(group.names) for group in facts.blocks), default=0)
+        repeated = [model for model in facts.models if model.blocks]
+        named = option_of(repeated[0]) if repeated else {}
         for groups in sorted({most // 2, most // 4, 1} - {0, most}, reverse=True):
             yield {"groups": groups, **named}
 

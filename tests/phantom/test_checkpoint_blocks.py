@@ -26,7 +26,8 @@ class Block(nn.Module):
 channels, images = (64, 256) if device == "cuda" else (8, 16)  # on the GPU activations are to outweigh workspaces
 blocks = nn.Sequential(*[Block(channels) for _ in range(6)])
 model = nn.Sequential(nn.Conv2d(3, channels, 3), blocks, nn.Flatten(), nn.LazyLinear(5))
-model(torch.randn(1, 3, 34, 34))
+with torch.no_grad():
+    model(torch.randn(1, 3, 34, 34))
 model.to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for _ in range(3):

@@ -36,7 +36,7 @@ def wrap_forward(module: Any, around: Around) -> None:
     if "forward" in module.__dict__:
         _wrap_instance(module, around)
         return
-    kind = type(module)
+    kind: Any = type(module)
     original = kind.forward
 
     @functools.wraps(original)
@@ -44,7 +44,11 @@ def wrap_forward(module: Any, around: Around) -> None:
         return around(functools.partial(original, self), *args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
-        return copyreg.__newobj__, (kind,), self.__dict__  # type: ignore[attr-defined]
+        made, args, *rest = kind.__reduce_ex__(self, protocol)
+        if made is copyreg.__newobj__:  # type: ignore[attr-defined]
+            # pickle refuses that with a class other than the object's; this is what older protocols use
+            made, args = copyreg._reconstructor, (kind, object, None)  # type: ignore[attr-defined]
+        return (made, args, *rest)
 
     wrapped = type(
         kind.__name__,

@@ -25,7 +25,7 @@ class PureBf16(Technique):
     name = "pure-bf16"
     title = "keep weights, gradients and optimizer states in bfloat16"
     fidelity = "approximate"
-    lowers = ("parameter", "gradient", "optimizer", "activation")
+    lowers = ("parameter", "gradient", "optimizer_state", "activation")
     keeps = "what the script's loss makes of the outputs, which it gets in float32"
     rests_on = "torch.nn.Module.to(torch.bfloat16)"
     source = "https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.to"

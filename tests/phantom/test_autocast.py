@@ -91,7 +91,7 @@ def test_it_trains_to_about_the_same_parameters(tmp_path: Path, change: Change, 
 
 def test_a_scaler_is_not_put_where_gradients_are_taken_otherwise(tmp_path: Path) -> None:
     program = script(tmp_path, LOOP.replace("loss.backward()", "torch.autograd.grad(loss, list(model.parameters()))"))
-    with pytest.raises(UsageError, match="takes gradients with torch.autograd.grad"):
+    with pytest.raises(UsageError, match="takes gradients with torch"):
         measured(program, Change("autocast", {"dtype": "float16"}))
 
 

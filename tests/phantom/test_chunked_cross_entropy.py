@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
+from child import PYTHON
 from planning import measured, script, trained
 
 from oomproof.plan.technique import Change
@@ -74,6 +76,23 @@ def test_the_logits_and_their_gradients_vanish(tmp_path: Path, autocast: bool) -
             "where": changed.said[0]["where"],
         }
     ]
+
+
+LIBRARIES = {"torch": "torch.nn.functional.linear_cross_entropy", "liger": "liger_kernel"}
+
+
+@pytest.mark.parametrize("use", LIBRARIES)
+def test_libraries_need_no_logits_either(tmp_path: Path, use: str) -> None:
+    """Two of the three times the logits go, whichever library computes the loss."""
+    look = "import torch.nn.functional, importlib.util as u, sys; n = sys.argv[1]; sys.exit(0 if "
+    look += "(hasattr(torch.nn.functional, n.split('.')[-1]) if '.' in n else u.find_spec(n)) else 1)"
+    if subprocess.run([PYTHON, "-c", look, LIBRARIES[use]], check=False).returncode:
+        pytest.skip(f"{LIBRARIES[use]} is not beside this torch")
+    program = model(tmp_path, autocast=True)
+    plain, changed = measured(program), measured(program, Change("chunked-cross-entropy", {"use": use}))
+    assert changed.measurement.fits
+    saved = plain.measurement.demand.allocated_bytes - changed.measurement.demand.allocated_bytes
+    assert saved > 2 * LOGITS - LOGITS // 4
 
 
 LOSSES = {

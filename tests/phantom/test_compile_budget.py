@@ -24,12 +24,15 @@ OUTPUT = 8192 * 512 * 4
 
 
 def test_compiled_it_keeps_no_output_of_gelu(tmp_path: Path) -> None:
-    """Uncompiled, each of the 12 layers keeps its product and GELU's output; compiled with a budget, no output."""
+    """Uncompiled, each of the 12 layers keeps its product and GELU's output; compiled with a budget, no output.
+
+    Half of that is seen at the peak: what is computed again may be so at the start of the backward pass.
+    """
     program = script(tmp_path, PRODUCTS)
     plain, changed = measured(program), measured(program, Change("compile-budget", {"budget": 0.5}))
     before, after = (t.measurement.demand.allocated_bytes for t in (plain, changed))
     assert changed.measurement.fits
-    assert before - after > 12 * OUTPUT
+    assert before - after > 6 * OUTPUT
     assert [entry["what"] for entry in changed.said] == ["compiled with an activation memory budget of 0.5"]
 
 

@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 
 #: What can compute it beside this tool's own blocks, and its package. Their gradients are made in the forward pass,
 #: before a GradScaler's scale is known: in float16 they would underflow.
-_LIBRARIES = {"liger": "liger-kernel", "cut-cross-entropy": "cut-cross-entropy"}
+#: cut-cross-entropy is not among them: it makes its buffers by how many tokens are ignored, which its own compiled code
+#: counts, and which the phantom does not know.
+_LIBRARIES = {"liger": "liger-kernel"}
 
 
 class ChunkedCrossEntropy(Technique):
     """The logits that only a cross entropy reads are made a block of the vocabulary at a time, and again in backward.
 
     Option ``use``: "blocks" (this tool's own, of PyTorch's operators), "torch" (``F.linear_cross_entropy`` of torch
-    2.14), "liger" or "cut-cross-entropy". Option ``blocks``: how many blocks, 16 where it is missing.
+    2.14) or "liger". Option ``blocks``: how many blocks, 16 where it is missing.
     """
 
     name = "chunked-cross-entropy"
@@ -34,14 +36,10 @@ class ChunkedCrossEntropy(Technique):
     fidelity = "equal"
     lowers = ("activation", "temporary")
     keeps = "the head's weight and its gradient; and nothing where the script reads the logits for more than the loss"
-    rests_on = "torch.nn.functional.linear_cross_entropy, liger-kernel, cut-cross-entropy, or PyTorch's own operators"
+    rests_on = "torch.nn.functional.linear_cross_entropy, liger-kernel, or PyTorch's own operators"
     source = "https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.linear_cross_entropy.html"
     excludes = frozenset(("compile-budget",))
     rank = 15
-
-    def fidelity_of(self, options: Options) -> str:
-        # cut-cross-entropy leaves out the gradients that are too small for bfloat16
-        return "approximate" if options.get("use") == "cut-cross-entropy" else "equal"
 
     def unfit(self, facts: Facts) -> str | None:
         if not any(model.head for model in facts.models):
@@ -142,11 +140,6 @@ class ChunkedCrossEntropy(Technique):
                 "from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss\n\n"
                 f"{hidden}\nloss = LigerFusedLinearCrossEntropyLoss()(model.{head}.weight, hidden, targets)"
             )
-        if use == "cut-cross-entropy":
-            return (
-                "from cut_cross_entropy import linear_cross_entropy\n\n"
-                f"{hidden}\nloss = linear_cross_entropy(hidden, model.{head}.weight, targets)"
-            )
         if use == "torch":
             return (
                 f"{hidden}\nloss = torch.nn.functional.linear_cross_entropy(\n"
@@ -178,7 +171,6 @@ def _losses(options: Options) -> Any:
     name, attribute, build = {
         "torch": ("torch.nn.functional", "linear_cross_entropy", _of_torch),
         "liger": ("liger_kernel.ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction", _of_liger),
-        "cut-cross-entropy": ("cut_cross_entropy", "linear_cross_entropy", _of_cut_cross_entropy),
     }[use]
     # imported when it is first used: its kernels are compiled at import, and the phantom is not all there yet
     if use in _LIBRARIES and importlib.util.find_spec(name.partition(".")[0]) is None:
@@ -227,17 +219,6 @@ def _of_liger(own: Any, function: Any) -> Any:
             hidden, weight, target, bias, mass, loss.ignore_index, 0.0, loss.label_smoothing, loss.reduction
         )
         return (found[0] if isinstance(found, tuple) else found).to(dtype)
-
-    return compute
-
-
-def _of_cut_cross_entropy(own: Any, function: Any) -> Any:
-    def compute(hidden: Any, weight: Any, bias: Any, target: Any, loss: Any, dtype: Any) -> Any:
-        narrow = str(hidden.dtype) == "torch.bfloat16"  # its kernels are for 16 bits
-        if bias is not None or loss.weight is not None or loss.label_smoothing or not (hidden.is_cuda and narrow):
-            return own(hidden, weight, bias, target, loss, dtype)
-        (weight,) = _same_dtype(hidden, weight)
-        return function()(hidden, weight, target, ignore_index=loss.ignore_index, reduction=loss.reduction).to(dtype)
 
     return compute
 

@@ -220,7 +220,7 @@ class Meter(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
         if self._crosses(plan, args, kwargs, made):
             return
         phase = self._phase()
-        size = plan.bytes(given, made)
+        size = plan.bytes(given, made) + plan.hidden_bytes(args)
         flops = plan.flops(args, kwargs, out)
         if flops is None:
             flops = 0
@@ -451,6 +451,10 @@ class Plan:
         produced = sum(map(_size, fresh))
         return total + produced * (2 if self.gathers else 1)
 
+    def hidden_bytes(self, args: Any) -> int:
+        """Return what an operator reads and writes of what it makes and drops itself."""
+        return _chunked_loss_bytes(args) if self.name == "torch_nn::_linear_cross_entropy_batch_chunked" else 0
+
     def flops(self, args: Any, kwargs: Any, out: Any) -> int | None:
         """Return the FLOPs of a call: 0 for what multiplies no matrices, None where it does and how is not known."""
         formula = _OWN.get(self.name)
@@ -551,6 +555,18 @@ def _recurrent_backward(args: Any, kwargs: Any, out: Any) -> int:
     return 2 * _recurrent(args, kwargs, out)
 
 
+def _chunked_loss(args: Any, kwargs: Any, out: Any) -> int:
+    """torch 2.14's linear_cross_entropy: the logits, and from them the gradients of input and weight."""
+    x, weight, input_gradient, weight_gradient = args[0], args[1], bool(args[12]), bool(args[13])
+    return int(2 * x.numel() * weight.shape[0] * (1 + input_gradient + weight_gradient))
+
+
+def _chunked_loss_bytes(args: Any) -> int:
+    """Seven passes over its logits: written, exponentiated in place, cast, read by two products (torch 2.14)."""
+    x, weight = args[0], args[1]
+    return int(7 * (x.numel() // x.shape[-1]) * weight.shape[0] * 4)
+
+
 _OWN: dict[str, Callable[[Any, Any, Any], int]] = {
     "aten::_addmm_activation": lambda args, kwargs, out: _product(args[1:], kwargs, out),
     "aten::addbmm": lambda args, kwargs, out: int(args[1].shape[0]) * _product(args[1:], kwargs, out),
@@ -560,6 +576,7 @@ _OWN: dict[str, Callable[[Any, Any, Any], int]] = {
     "aten::_scaled_grouped_mm": _grouped,
     "aten::_scaled_dot_product_cudnn_attention": _cudnn_attention,
     "aten::_scaled_dot_product_cudnn_attention_backward": _cudnn_attention_backward,
+    "torch_nn::_linear_cross_entropy_batch_chunked": _chunked_loss,
     "aten::_cudnn_rnn": _recurrent,
     "aten::_cudnn_rnn_backward": _recurrent_backward,
 }

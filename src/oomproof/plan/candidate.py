@@ -72,8 +72,13 @@ class Trial:
 
     @property
     def expected_time(self) -> float:
-        """Return the expected ratio; infinite where it is not known, so that what is known goes first."""
-        return self.time.expected if self.time else float("inf")
+        """Return the expected ratio: the high end where more was not counted than of the script as it is.
+
+        Infinite where nothing was counted. So what is not known never makes a plan look cheap.
+        """
+        if self.time is None:
+            return float("inf")
+        return self.time.high if self.time.unknown and self.candidate.changes else self.time.expected
 
     def order(self) -> tuple[int, float, int, str]:
         """Return what trials that fit are sorted by: level of fidelity, time, number of changes."""

@@ -35,8 +35,8 @@ EXAMPLE = Facts(
 
 _HEAD = """# Techniques
 
-What `oomproof plan` tries and `oomproof apply` puts into a script. This page is written from the techniques' own words by
-`python -m oomproof.plan.describe`.
+What `oomproof plan` tries and `oomproof apply` puts into a script. This page is written from the techniques' own words
+by `python -m oomproof.plan.describe`.
 
 | fidelity | what it means |
 |---|---|

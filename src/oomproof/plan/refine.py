@@ -85,7 +85,7 @@ class BlockChoice:
             budget = min(held, int(budget - STEP_BACK * self._memory))
 
     def _problem(self, base: tuple[Change, ...]) -> tuple[Problem | None, int]:
-        """Return the problem that one run per action describes, and the least device memory outside allocated blocks."""
+        """Return the problem that one run per action describes, and the least memory outside the allocator."""
         names = self._names()
         candidates = {
             action: Candidate(

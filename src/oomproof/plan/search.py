@@ -172,7 +172,7 @@ class Search:
         )
 
     def _try_level(self, level: int) -> None:
-        singles = [Candidate(changes=(move,)) for move in self._moves]
+        singles = [Candidate(changes=(move,)) for move in self._moves if not move.technique.slow_to_try]
         self._try([c for c in singles if c.level == level])
         useful = [c.changes[0] for c in singles if c.level <= level and self._is_useful(c)]
         guesses = [Guess(self._baseline, [self._trials[Candidate(changes=(m,)).key] for m in s]) for s in _sets(useful)]
@@ -181,6 +181,9 @@ class Search:
         self._first_that_fits([g for g in guesses if g.peak_bytes <= self._memory * SLACK])
         if self._refine is not None:
             self._take(self._refine(best(list(self._trials.values())), level))
+        if best(list(self._trials.values())) is None:
+            slow = [Candidate(changes=(move,)) for move in self._moves if move.technique.slow_to_try]
+            self._try([c for c in slow if c.level == level])
         if best(list(self._trials.values())) is None:
             rest = sorted(guesses, key=lambda g: (g.peak_bytes, g.time))
             self._try([g.candidate for g in rest[:CLOSEST]])

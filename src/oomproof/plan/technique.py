@@ -42,7 +42,7 @@ class Change(NamedTuple):
     @property
     def label(self) -> str:
         """Return the short form that tables show: "checkpoint-blocks(every=2)"."""
-        shown = ", ".join(f"{key}={value}" for key, value in self.options.items() if not isinstance(value, list))
+        shown = self.technique.shown(self.options)
         return f"{self.name}({shown})" if shown else self.name
 
     def to_json(self) -> dict[str, Any]:
@@ -69,7 +69,12 @@ class Technique:
     extra: str = ""
     excludes: frozenset[str] = frozenset()
     rank: int = 50
+    slow_to_try: bool = False  # minutes, where others take seconds: tried where nothing else does
     proposal_only: bool = False  # the real run is the person's to change; the phantom shows what it would save
+
+    def shown(self, options: Options) -> str:
+        """Return the options as tables show them."""
+        return ", ".join(f"{key}={value}" for key, value in options.items() if not isinstance(value, (list, dict)))
 
     def fidelity_of(self, options: Options) -> str:
         """Return the fidelity with these options."""

@@ -67,6 +67,7 @@ class Trials:
         self._bench = Bench(job.program, cwd=job.folder, env=job.env, executor=executor, workers=workers, warm=warm)
         self._told = told
         self._baseline: Work | None = None
+        self._unknown: tuple[str, ...] = ()  # what is not counted of the script as it is
         self._seconds = 0.0
         self._world_folder = tempfile.TemporaryDirectory(prefix="oomproof-world-")
 
@@ -89,7 +90,9 @@ class Trials:
         if ran.facts is None:
             raise OomproofError("the script never imported torch; write the training command after --")
         self._baseline = ran.work
-        trial = replace(ran.trial, time=Ratio(low=1.0, expected=1.0, high=1.0))
+        if ran.work is not None:
+            self._unknown = relative_time(ran.work, ran.work, self._job.settings.gpu).unknown
+        trial = replace(ran.trial, time=Ratio(low=1.0, expected=1.0, high=1.0, unknown=self._unknown))
         if self._told is not None:
             self._told(trial)
         return trial, ran.facts
@@ -208,7 +211,8 @@ class Trials:
     def _time(self, work: Work | None, retries: int) -> Ratio | None:
         if work is None or self._baseline is None:
             return None
-        return relative_time(work, self._baseline, self._job.settings.gpu, retries=retries)
+        ratio = relative_time(work, self._baseline, self._job.settings.gpu, retries=retries)
+        return replace(ratio, unknown=tuple(what for what in ratio.unknown if what not in self._unknown))
 
 
 def _failed(candidate: Candidate, reason: str, measured: Measurement | None = None) -> Trial:

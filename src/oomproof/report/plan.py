@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -139,7 +140,9 @@ def _section(sheet: Sheet, label: str, lines: Sequence[str]) -> Iterator[Text]:
         return
     yield Text()
     for place, line in enumerate(lines):
-        yield Text.assemble((label.ljust(12) if place == 0 else " " * 12, "bold"), sheet.clean(line))
+        for part, piece in enumerate(textwrap.wrap(sheet.clean(line), sheet.width - 14) or [""]):
+            head = label.ljust(12) if place == 0 and part == 0 else " " * (14 if part else 12)
+            yield Text.assemble((head, "bold"), piece)
 
 
 def by_hand(planned: Planned) -> list[str]:
@@ -157,8 +160,11 @@ def by_hand(planned: Planned) -> list[str]:
 
 
 def not_tried(planned: Planned) -> list[str]:
-    """Return the techniques that were not tried, each with its reason."""
-    return [f"{name}: {reason}" for name, reason in planned.found.unfit]
+    """Return the techniques that were not tried, with their reasons."""
+    names: dict[str, list[str]] = {}
+    for name, reason in planned.found.unfit:
+        names.setdefault(reason, []).append(name)
+    return [f"{', '.join(those)}: {reason}" for reason, those in names.items()]
 
 
 def reasons(planned: Planned) -> list[str]:
@@ -199,6 +205,8 @@ def mind(planned: Planned) -> list[str]:
         caution = change.technique.caution(planned.facts, change.options)
         if caution:
             found.append(f"{change.name}: {caution}")
+    if planned.found.baseline.time is not None:
+        found += [f"time, of the script as it is too: {what}" for what in planned.found.baseline.time.unknown]
     if winner.time is not None:
         found += [f"time: {what}" for what in winner.time.unknown]
     return found

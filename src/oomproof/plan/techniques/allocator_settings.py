@@ -27,6 +27,9 @@ class AllocatorSettings(Technique):
     source = "https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf"
     rank = 0
 
+    def shown(self, options: Options) -> str:
+        return str(options["settings"])
+
     def unfit(self, facts: Facts) -> str | None:
         return "the script has allocator settings of its own" if facts.allocator_config else None
 

@@ -44,6 +44,9 @@ class BlockActions(Technique):
     excludes = frozenset(("checkpoint-blocks", "checkpoint-selective", "offload-activations", "compile-budget"))
     rank = 45
 
+    def shown(self, options: Options) -> str:
+        return ", ".join(f"{count} {action}" for action, count in Counter(options["actions"].values()).items())
+
     def unfit(self, facts: Facts) -> str | None:
         return unfit_blocks(facts) or unfit_compiled(facts)
 

@@ -33,7 +33,8 @@ class Optimizer8bit(ReplaceOptimizer):
     fidelity = "approximate"
     keeps = (
         "parameters and gradients; the states of tensors of less than 4,096 elements; with bitsandbytes those of "
-        "embeddings; with torchao those of tensors that do not divide into blocks of 256 (4 bits: 128) elements"
+        "embeddings; with torchao those of tensors that do not divide into blocks of 256 (4 bits: 128) elements. "
+        "A step in 4 bits has about six temporaries of the largest parameter's size"
     )
     rests_on = "bitsandbytes.optim.AdamW8bit, torchao.optim.AdamW8bit and AdamW4bit"
     source = "https://huggingface.co/docs/bitsandbytes/main/en/reference/optim/adamw"

@@ -35,7 +35,7 @@ class StepInBackward(Technique):
     keeps = "parameters, the optimizer's states, and the gradients of one layer at a time"
     rests_on = "torch.Tensor.register_post_accumulate_grad_hook"
     source = "https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html"
-    excludes = frozenset(("offload-optimizer", "optimizer-bf16-states", "clear-gradients", "micro-batch"))
+    excludes = frozenset(("offload-optimizer", "optimizer-bf16-states", "clear-gradients"))
     rank = 30
 
     def unfit(self, facts: Facts) -> str | None:

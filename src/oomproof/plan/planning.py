@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -62,10 +62,12 @@ def plan(
     workers: int | None = None,
     resume: str | os.PathLike[str] | None = None,
     told: Callable[[Trial], None] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> Planned:
     """Find the cheapest changes that make a command fit, each candidate run on the phantom.
 
-    ``command``, ``gpu`` and ``memory`` are as for ``run``. ``gpus`` is how many of them the plan may spread the script
+    ``command``, ``gpu``, ``memory``, ``cwd`` and ``env`` are as for ``run``. ``gpus`` is how many of them the plan may spread the script
     over. ``allow`` is the worst fidelity that a plan may have: "exact", "equal", "approximate" or "changes-model";
     ``only`` and ``without`` name techniques. At most ``candidates`` are run, and none is begun after ``seconds``.
     ``executor`` is "local", "ray" or "slurm", ``workers`` how many runs there are at once. ``resume`` names a file that
@@ -74,7 +76,7 @@ def plan(
     Raises UsageError for a wrong request, OomproofError where the script does not run as it is.
     """
     _check(allow, only, without, gpus)
-    job = api.prepare(command, gpu=gpu, memory=memory, steps=steps)
+    job = api.prepare(command, gpu=gpu, memory=memory, steps=steps, cwd=cwd, env=env)
     spec = job.settings.gpu
     with contextlib.ExitStack() as stack:
         trials = stack.enter_context(Trials(job, executor=executor, workers=workers, told=told))
@@ -93,10 +95,12 @@ def plan(
             budget=Budget(candidates=candidates, seconds=seconds),
             refine=BlockChoice(trials, facts, spec.memory_bytes) if _may_refine(only, without) else None,
         )
-        found = replace(search.run(), unfit=tuple(unfit))
-    found, proof = _prove(job, found)
+        found, proof = _prove(job, replace(search.run(), unfit=tuple(unfit)))
+        changed = proof is not None and bool(proof.candidate.changes)
+        smallest = smallest_gpu(trials, baseline)
+        smallest_with_plan = smallest_gpu(trials, proof) if proof is not None and changed else None
     made = None
-    if proof is not None and proof.candidate.changes:
+    if proof is not None and changed:
         made = Plan.of(proof, facts, spec, _key(gpu, spec), world_size(proof.candidate.changes) or 1)
     return Planned(
         command=job.words,
@@ -105,8 +109,8 @@ def plan(
         facts=facts,
         found=found,
         plan=made,
-        smallest=smallest_gpu(job, baseline),
-        smallest_with_plan=smallest_gpu(job, proof) if made is not None and proof is not None else None,
+        smallest=smallest,
+        smallest_with_plan=smallest_with_plan,
     )
 
 
@@ -172,25 +176,22 @@ def in_world(job: api.Job, size: int | None) -> api.Job:
     return replace(job, world_size=size, ranks=(0,), settings=replace(job.settings, gpu_count=size))
 
 
-def smallest_gpu(job: api.Job, trial: Trial) -> GPUSpec | None:
+def smallest_gpu(trials: Trials, trial: Trial) -> GPUSpec | None:
     """Return the smallest GPU of the catalogue that a candidate was run on and fitted; None where none is large enough.
 
-    Another GPU has other kernels and workspaces, so the first that should do is asked by a run, and so on.
+    Another GPU has other kernels and workspaces, so those that should do are asked by a run each.
     """
-    demand = trial.peak_bytes
-    if demand is None:
+    demand, measured = trial.peak_bytes, trial.measurement
+    if demand is None or measured is None:
         return None
-    oldest = (8, 0) if trial.measurement and trial.measurement.gpu.compute_capability >= "8" else (7, 5)
-    enough = [g for g in all_gpus() if g.memory_bytes >= demand and g.compute_capability >= oldest]
-    for spec in sorted(enough, key=lambda g: g.memory_bytes)[:TRIES]:
-        there = replace(job, settings=replace(job.settings, gpu=spec))
-        if rehearse(there, trial.candidate.changes).measurement.fits:
-            return spec
-    return None
+    generation = (8, 0) if measured.gpu.compute_capability >= "8" else (7, 5)  # bf16 or not
+    enough = [g for g in all_gpus() if g.memory_bytes >= demand and g.compute_capability >= generation]
+    nearest = sorted(enough, key=lambda g: g.memory_bytes)[:TRIES]
+    return next((spec for spec, fits in zip(nearest, trials.fit(trial.candidate, nearest), strict=True) if fits), None)
 
 
 #: Catalogue GPUs that are asked for the smallest that does.
-TRIES = 3
+TRIES = 2
 
 
 def _key(gpu: str | GPUSpec | None, spec: GPUSpec) -> str:

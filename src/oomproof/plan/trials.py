@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from oomproof.api import Job
 from oomproof.bench import Bench, Done, Request
 from oomproof.errors import OomproofError
+from oomproof.gpus import GPUSpec
 from oomproof.measure.assemble import Outcome, assemble
 from oomproof.measure.measurement import Measurement
 from oomproof.phantom import launch
@@ -104,6 +105,17 @@ class Trials:
                 self._told(ran.trial)
             yield ran.trial
 
+    def fit(self, candidate: Candidate, specs: Sequence[GPUSpec]) -> list[bool]:
+        """Return whether a candidate runs on the memory of each of these GPUs."""
+        fits = dict.fromkeys(range(len(specs)), False)
+        for place, spec in enumerate(specs):
+            self._submit(candidate, unlimited=False, gpu=spec, tag=place)
+        for done in self._bench.results():
+            if done.outcome is not None and isinstance(done.request.tag, int):
+                ended = [f["ended"] for f in done.outcome.findings if f["used_gpu"]]
+                fits[done.request.tag] = bool(ended) and all(e in ("steps-reached", "finished") for e in ended)
+        return [fits[place] for place in range(len(specs))]
+
     def survey_blocks(self, candidates: Sequence[Candidate]) -> Iterator[tuple[Trial, Survey | None]]:
         """Run candidates without limit and yield what each showed, with what its blocks took where that is known."""
         for ran in self._run(candidates, blocks=True):
@@ -144,7 +156,7 @@ class Trials:
             unlimited=unlimited,
             survey=survey,
             survey_blocks=blocks,
-            meter=True,
+            meter=tag is None,
         )
         size = world_size(candidate.changes) or self._job.world_size
         if size is not None:
@@ -155,7 +167,11 @@ class Trials:
         for change in candidate.changes:
             env.update(change.technique.environment(change.options, {**(self._job.env or {}), **env}))
         limit = max(LEAST_SECONDS, PATIENCE * self._seconds) if self._seconds else None
-        self._bench.submit(Request(settings=settings, tag=Tag(candidate, unlimited), env=env, timeout_seconds=limit))
+        self._bench.submit(
+            Request(
+                settings=settings, tag=Tag(candidate, unlimited) if tag is None else tag, env=env, timeout_seconds=limit
+            )
+        )
 
     def _judge(self, candidate: Candidate, done: Done) -> Ran:
         """Return what a run without limit showed."""

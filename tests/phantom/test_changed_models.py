@@ -127,13 +127,9 @@ with tempfile.TemporaryDirectory() as folder:
     trainer = Trainer(model=model, args=arguments, train_dataset=data)
     trainer.train()
     trainer.save_model(folder + "/end")
-    if PLAIN:
-        again = BertForMaskedLM.from_pretrained(folder + "/end")
-    else:
-        again = BertForMaskedLM(config)
-        again.load_state_dict(model.state_dict(), strict=False)
+    again = BertForMaskedLM.from_pretrained(folder + "/end")
     same = all(torch.equal(p, q) for p, q in zip(again.state_dict().values(), model.state_dict().values()))
-    assert not PLAIN or same
+    assert same
     leave(again)
 """
 
@@ -141,7 +137,9 @@ with tempfile.TemporaryDirectory() as folder:
 @pytest.mark.usefixtures("transformers")
 def test_trainer_saves_shared_blocks_for_the_plain_class(tmp_path: Path) -> None:
     """transformers refuses tied weights that it does not know of; what is written here loads without any change."""
-    program = script(tmp_path, SAVED.replace("PLAIN", "True"))
+    if not has_module("accelerate"):
+        pytest.skip("accelerate, which Trainer needs, is not installed beside the tested torch")
+    program = script(tmp_path, SAVED)
     changed, said = trained(program, Change("share-blocks"))
     assert said
     name = "bert.encoder.layer.{}.output.dense.weight"

@@ -67,8 +67,8 @@ def plan(
 ) -> Planned:
     """Find the cheapest changes that make a command fit, each candidate run on the phantom.
 
-    ``command``, ``gpu``, ``memory``, ``cwd`` and ``env`` are as for ``run``. ``gpus`` is how many of them the plan may spread the script
-    over. ``allow`` is the worst fidelity that a plan may have: "exact", "equal", "approximate" or "changes-model";
+    ``command``, ``gpu``, ``memory``, ``cwd`` and ``env`` are as for ``run``. ``gpus`` is how many of them the
+    plan may spread the script over. ``allow`` is the worst fidelity that a plan may have: "exact", "equal", "approximate" or "changes-model";
     ``only`` and ``without`` name techniques. At most ``candidates`` are run, and none is begun after ``seconds``.
     ``executor`` is "local", "ray" or "slurm", ``workers`` how many runs there are at once. ``resume`` names a file that
     keeps every trial; those in it are not run again. ``told`` is called with each trial as it comes.
@@ -177,7 +177,7 @@ def in_world(job: api.Job, size: int | None) -> api.Job:
 
 
 def smallest_gpu(trials: Trials, trial: Trial) -> GPUSpec | None:
-    """Return the smallest GPU of the catalogue that a candidate was run on and fitted; None where none is large enough.
+    """Return the smallest GPU of the catalogue that a candidate was run on and fitted; None where none is.
 
     Another GPU has other kernels and workspaces, so those that should do are asked by a run each.
     """

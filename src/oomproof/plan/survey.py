@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from oomproof.inject.imports import when_imported
+from oomproof.measure.modules import is_library
 from oomproof.plan import losses
 from oomproof.plan.facts import BlockGroup, Facts, Loader, Model, Optimizer
 from oomproof.plan.layers import linear_layers
@@ -63,7 +64,7 @@ class Survey:
                 setattr(place, name, wrapped)
         checkpoint: Any = importlib.import_module("torch.utils.checkpoint")
         checkpoint.checkpoint = self._noting(checkpoint.checkpoint, "checkpoint")
-        torch.compile = self._noting(torch.compile, "compile")
+        torch.compile = self._noting_compile(torch.compile)
         if torch.distributed.is_available():
             for place in (torch.distributed, torch.distributed.distributed_c10d):
                 place.init_process_group = self._noting(place.init_process_group, "distributed")
@@ -173,6 +174,18 @@ class Survey:
         def called(*args: Any, **kwargs: Any) -> Any:
             self._note(what)
             return original(*args, **kwargs)
+
+        return called
+
+    def _noting_compile(self, original: Any) -> Any:
+        """Note that the script compiles something; libraries do so to functions of theirs when they are imported."""
+
+        @functools.wraps(original)
+        def called(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+            code = getattr(model, "__code__", None)
+            if isinstance(model, self._torch.nn.Module) or (code is not None and not is_library(code.co_filename)):
+                self._note("compile")
+            return original(model, *args, **kwargs)
 
         return called
 

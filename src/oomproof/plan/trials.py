@@ -149,9 +149,19 @@ class Trials:
         needed = measured.demand.device_bytes - measured.demand.reserved_bytes + measured.demand.allocated_bytes
         return needed <= measured.gpu.memory_bytes
 
-    def _submit(self, candidate: Candidate, *, unlimited: bool, survey: bool = False, blocks: bool = False) -> None:
+    def _submit(
+        self,
+        candidate: Candidate,
+        *,
+        unlimited: bool,
+        survey: bool = False,
+        blocks: bool = False,
+        gpu: GPUSpec | None = None,
+        tag: int | None = None,
+    ) -> None:
         settings = replace(
             self._job.settings,
+            gpu=gpu or self._job.settings.gpu,
             changes=tuple(change.to_json() for change in candidate.changes),
             unlimited=unlimited,
             survey=survey,

@@ -24,24 +24,20 @@ def page(planned: Planned, framework: str, saved: str | None) -> str:
     plotly, script = files.plotly(), files.file("plan.js")
     found = planned.found
     following = report.after(planned, saved)
+    command = text(" ".join(planned.command))
+    reasons = (report.reasons, report.mind, report.by_hand, report.not_tried, report.other_gpus)
     head = report.headline(planned)
     tone = "good" if found.winner is not None else "bad"
     return Template(files.file("plan.html")).substitute(
         policy=escape(files.policy(plotly, script)),
         title=escape(clean(" ".join(planned.command), limit=80)),
         css=files.file("page.css"),
-        verdict=f'<div class="verdict {tone}"><h1>{text(head.plain)}</h1><p><code>{text(" ".join(planned.command))}</code></p></div>',
+        verdict=f'<div class="verdict {tone}"><h1>{text(head.plain)}</h1><p><code>{command}</code></p></div>',
         sets=_sets(planned),
-        why=_list(
-            report.reasons(planned)
-            + report.mind(planned)
-            + report.by_hand(planned)
-            + report.not_tried(planned)
-            + report.other_gpus(planned)
-        ),
+        why=_list([line for part in reasons for line in part(planned)]),
         code=f"<pre><code>{escape(report.code(planned, framework))}</code></pre>"
         if planned.plan
-        else "<p>Nothing fits.</p>",
+        else "<p>Nothing.</p>",
         next=f"<p>{text(following.reason)}:</p><pre><code>{text(following.command)}</code></pre>",
         data=files.json_for_html(_data(planned)),
         plotly=plotly,

@@ -44,7 +44,7 @@ CASES = [
     Case("CNN of the NVML rows", ("benchmarks/accuracy/cnn.py", "vgg16", "Adam", "64", "0"), "rtx-4060"),
     Case(
         "nanoGPT, GPT-2 124M, bf16 autocast",
-        ("train.py", "--dataset=made", "--compile=False", "--batch_size=12", "--eval_iters=1"),
+        ("train.py", "--dataset=openwebtext", "--compile=False", "--batch_size=12", "--eval_iters=1"),
         "a100-40gb",
         "nanogpt",
     ),
@@ -122,7 +122,7 @@ def main() -> None:
     """Run the cases that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="part of a case's name")
-    parser.add_argument("--nanogpt", type=Path, help="a clone of karpathy/nanoGPT with data/made")
+    parser.add_argument("--nanogpt", type=Path, help="a clone of karpathy/nanoGPT with data in data/openwebtext")
     parser.add_argument(
         "--cs336", type=Path, help="the repository of docs/accuracy.md with cs336_systems/benchmark_nvtx.py"
     )

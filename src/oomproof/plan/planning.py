@@ -67,11 +67,11 @@ def plan(
 ) -> Planned:
     """Find the cheapest changes that make a command fit, each candidate run on the phantom.
 
-    ``command``, ``gpu``, ``memory``, ``cwd`` and ``env`` are as for ``run``. ``gpus`` is how many of them the
-    plan may spread the script over. ``allow`` is the worst fidelity that a plan may have: "exact", "equal", "approximate" or "changes-model";
-    ``only`` and ``without`` name techniques. At most ``candidates`` are run, and none is begun after ``seconds``.
-    ``executor`` is "local", "ray" or "slurm", ``workers`` how many runs there are at once. ``resume`` names a file that
-    keeps every trial; those in it are not run again. ``told`` is called with each trial as it comes.
+    ``command``, ``gpu``, ``memory``, ``cwd`` and ``env`` are as for ``run``. ``gpus`` is how many of them the plan
+    may spread the script over. ``allow`` is the worst fidelity that a plan may have: "exact", "equal", "approximate" or
+    "changes-model"; ``only`` and ``without`` name techniques. At most ``candidates`` are run, and none is begun after
+    ``seconds``. ``executor`` is "local", "ray" or "slurm", ``workers`` how many runs there are at once. ``resume``
+    names a file that keeps every trial; those in it are not run again. ``told`` is called with each trial as it comes.
 
     Raises UsageError for a wrong request, OomproofError where the script does not run as it is.
     """

@@ -71,7 +71,8 @@ def _data(planned: Planned) -> dict[str, Any]:
 
 def _sets(planned: Planned) -> str:
     found = planned.found
-    rows = [_row(t, planned) for t in report.ordered(found.baseline, found.trials, found.winner)]
+    trials = report.ordered(found.baseline, found.trials, found.winner)
+    rows = [_row(trial, planned) for trial in trials]
     heads = ("changes", "verdict", "peak", "to spare", "time of a step", "fidelity")
     return f"<table><thead><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from oomproof.errors import OomproofError
     from oomproof.gpus import GPUSpec, get_gpu
     from oomproof.measure.measurement import Measurement
+    from oomproof.plan import planning as _planning
+
+    plan = _planning.plan
 
 __all__ = [
     "GPUSpec",
@@ -24,6 +27,7 @@ __all__ = [
     "OomproofError",
     "fits",
     "get_gpu",
+    "plan",
     "read_capture",
     "run",
     "write_capture",
@@ -42,6 +46,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "plan":
+        return importlib.import_module("oomproof.plan")  # a package that can be called
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -41,6 +41,9 @@ def main(
     without: Annotated[str, typer.Option(help="Techniques to leave out, separated by commas.")] = "",
     candidates: Annotated[int, typer.Option(min=1, help="Sets of changes to run at most.")] = CANDIDATES,
     seconds: Annotated[float, typer.Option(min=1, help="Time after which no further set is begun.")] = SECONDS,
+    explore: Annotated[
+        bool, typer.Option("--explore", help="Go on after the answer, to the end of --candidates or --seconds.")
+    ] = False,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 3,
     largest: Annotated[
         str | None,
@@ -86,6 +89,7 @@ def main(
         without=_names(without),
         candidates=candidates,
         seconds=seconds,
+        explore=explore,
         steps=steps,
         executor=executor,
         workers=workers,

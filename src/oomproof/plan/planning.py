@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+import oomproof
 from oomproof import api
 from oomproof.errors import OomproofError, UsageError
 from oomproof.gpus import GPUSpec, all_gpus
@@ -22,6 +24,12 @@ from oomproof.plan.state import State
 from oomproof.plan.technique import Change, techniques, world_size
 from oomproof.plan.trials import Trials
 from oomproof.running import Runner
+
+#: Builds (model, batch, loss, optimizer).
+Workload = Callable[[], tuple[Any, Any, Any, Any]]
+
+#: Trains what a workload builds.
+SCRIPT = Path(oomproof.__file__).parent / "inject" / "workload" / "train_workload.py"
 
 CANDIDATES = 80
 SECONDS = 900.0
@@ -47,7 +55,7 @@ class Planned:
 
 
 def plan(
-    command: str | os.PathLike[str] | Sequence[str],
+    command: str | os.PathLike[str] | Sequence[str] | Workload,
     *,
     gpu: str | GPUSpec | None = None,
     memory: str | int | None = None,
@@ -57,6 +65,7 @@ def plan(
     without: Sequence[str] = (),
     candidates: int | None = CANDIDATES,
     seconds: float | None = SECONDS,
+    explore: bool = False,
     steps: int = 3,
     executor: str = "local",
     workers: int | None = None,
@@ -67,15 +76,19 @@ def plan(
 ) -> Planned:
     """Find the cheapest changes that make a command fit, each candidate run on the phantom.
 
+    In place of a command it takes a function of a module that builds (model, batch, loss, optimizer), where
+    ``loss(model, batch)`` is the loss and the tensors of ``batch`` have their samples along the first dimension.
     ``command``, ``gpu``, ``memory``, ``cwd`` and ``env`` are as for ``run``. ``gpus`` is how many of them the plan
     may spread the script over. ``allow`` is the worst fidelity that a plan may have: "exact", "equal", "approximate" or
     "changes-model"; ``only`` and ``without`` name techniques. At most ``candidates`` are run, and none is begun after
-    ``seconds``. ``executor`` is "local", "ray" or "slurm", ``workers`` how many runs there are at once. ``resume``
+    ``seconds``; with ``explore`` the search goes on to the end of these after the answer is known, for a fuller
+    frontier. ``executor`` is "local", "ray" or "slurm", ``workers`` how many runs there are at once. ``resume``
     names a file that keeps every trial; those in it are not run again. ``told`` is called with each trial as it comes.
 
     Raises UsageError for a wrong request, OomproofError where the script does not run as it is.
     """
     _check(allow, only, without, gpus)
+    command = _command_of(command) if callable(command) else command
     job = api.prepare(command, gpu=gpu, memory=memory, steps=steps, cwd=cwd, env=env)
     spec = job.settings.gpu
     with contextlib.ExitStack() as stack:
@@ -93,6 +106,7 @@ def plan(
             moves=moves,
             allow=allow,
             budget=Budget(candidates=candidates, seconds=seconds),
+            explore=explore,
             refine=BlockChoice(trials, facts, spec.memory_bytes) if _may_refine(only, without) else None,
         )
         found, proof = _prove(job, replace(search.run(), unfit=tuple(unfit)))
@@ -112,6 +126,14 @@ def plan(
         smallest=smallest,
         smallest_with_plan=smallest_with_plan,
     )
+
+
+def _command_of(workload: Workload) -> list[str]:
+    """Return the command that trains what a function builds. Raises UsageError where another process cannot find it."""
+    file, name = inspect.getsourcefile(workload), getattr(workload, "__qualname__", "")
+    if file is None or not name or "<" in name:
+        raise UsageError("the workload must be a function of a file, that a process of its own can import: no lambda")
+    return [launch.default_python(), str(SCRIPT), file, name]
 
 
 def _may_refine(only: Sequence[str], without: Sequence[str]) -> bool:

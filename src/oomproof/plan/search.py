@@ -144,15 +144,20 @@ class Search:
         moves: Sequence[Change],
         allow: str = "approximate",
         budget: Budget | None = None,
+        explore: bool = False,
         refine: Callable[[Trial | None, int], Iterable[Trial]] | None = None,
     ) -> None:
-        """``moves`` are the changes to try. ``refine`` yields trials of choices per block around the best so far."""
+        """``moves`` are the changes to try. ``refine`` yields trials of choices per block around the best so far.
+
+        With ``explore`` the rest of the budget goes into sets that need not be tried for the answer.
+        """
         self._baseline = baseline
         self._memory = memory_bytes
         self._evaluate = evaluate
         self._allow = LEVELS[allow]
         self._budget = budget or Budget()
         self._refine = refine
+        self._explore = explore
         self._moves = list(moves)
         self._trials: dict[str, Trial] = {baseline.candidate.key: baseline}
 
@@ -161,8 +166,10 @@ class Search:
         if not self._baseline.fits:
             for level in range(self._allow + 1):
                 self._try_level(level)
-                if best(list(self._trials.values())) is not None:
+                if best(list(self._trials.values())) is not None and not self._explore:
                     break
+        if self._explore:
+            self._try_rest()
         trials = list(self._trials.values())
         return Found(
             baseline=self._baseline,
@@ -175,7 +182,7 @@ class Search:
         singles = [Candidate(changes=(move,)) for move in self._moves if not move.technique.slow_to_try]
         self._try([c for c in singles if c.level == level])
         useful = [c.changes[0] for c in singles if c.level <= level and self._is_useful(c)]
-        guesses = [Guess(self._baseline, [self._trials[Candidate(changes=(m,)).key] for m in s]) for s in _sets(useful)]
+        guesses = [self._guess(changes) for changes in _sets(useful)]
         guesses = [g for g in guesses if g.candidate.level == level or level == 0]
         guesses.sort(key=lambda g: (g.time, len(g.candidate.changes), g.candidate.key))
         self._first_that_fits([g for g in guesses if g.peak_bytes <= self._memory * SLACK])
@@ -187,6 +194,17 @@ class Search:
         if best(list(self._trials.values())) is None:
             rest = sorted(guesses, key=lambda g: (g.peak_bytes, g.time))
             self._try([g.candidate for g in rest[:CLOSEST]])
+
+    def _try_rest(self) -> None:
+        """Try sets of all changes in the order of their guessed times until the budget is used up."""
+        singles = [Candidate(changes=(move,)) for move in self._moves if not move.technique.slow_to_try]
+        self._try(singles)
+        useful = [c.changes[0] for c in singles if self._is_useful(c)]
+        guesses = sorted((self._guess(changes) for changes in _sets(useful)), key=lambda g: g.time)
+        self._try([g.candidate for g in guesses])
+
+    def _guess(self, changes: tuple[Change, ...]) -> Guess:
+        return Guess(self._baseline, [self._trials[Candidate(changes=(change,)).key] for change in changes])
 
     def _is_useful(self, candidate: Candidate) -> bool:
         """Return whether a change ran alone, and lowers something or makes a step faster."""

@@ -1,7 +1,7 @@
 """The cheapest change that makes a script fit, proved by running it.
 
-``oomproof.plan(...)`` is ``planning.plan``: the package itself is called, since importing any part of it binds this name
-in ``oomproof``. Python 3.9, since techniques run in the user's process.
+``oomproof.plan(...)`` is ``planning.plan``: the package itself is called, since importing any part of it binds this
+name in ``oomproof``. Python 3.9, since techniques run in the user's process.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ class Candidate:
     """A set of changes, in the order in which they are installed."""
 
     changes: tuple[Change, ...]
+    by_hand: bool = False  # some change is one that only the person can make; the phantom shows what it would save
 
     @property
     def key(self) -> str:
@@ -36,11 +37,6 @@ class Candidate:
     def fidelity(self) -> str:
         """Return that of the least faithful change."""
         return fidelity(self.changes)
-
-    @property
-    def by_hand(self) -> bool:
-        """Return whether some change is one that only the person can make; the phantom shows what it would save."""
-        return any(change.technique.proposal_only for change in self.changes)
 
     @property
     def level(self) -> int:

@@ -107,6 +107,7 @@ def plan(
             allow=allow,
             budget=Budget(candidates=candidates, seconds=seconds),
             explore=explore,
+            by_hand=lambda change: change.technique.only_proposed(facts, change.options),
             refine=BlockChoice(trials, facts, spec.memory_bytes) if _may_refine(only, without) else None,
         )
         found, proof = _prove(job, replace(search.run(), unfit=tuple(unfit)))

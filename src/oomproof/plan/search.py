@@ -145,11 +145,13 @@ class Search:
         allow: str = "approximate",
         budget: Budget | None = None,
         explore: bool = False,
+        by_hand: Callable[[Change], bool] = lambda change: change.technique.proposal_only,
         refine: Callable[[Trial | None, int], Iterable[Trial]] | None = None,
     ) -> None:
         """``moves`` are the changes to try. ``refine`` yields trials of choices per block around the best so far.
 
-        With ``explore`` the rest of the budget goes into sets that need not be tried for the answer.
+        With ``explore`` the rest of the budget goes into sets that need not be tried for the answer. ``by_hand`` tells
+        which changes only a person can make: they are run alone, and never win.
         """
         self._baseline = baseline
         self._memory = memory_bytes
@@ -158,6 +160,7 @@ class Search:
         self._budget = budget or Budget()
         self._refine = refine
         self._explore = explore
+        self._by_hand = by_hand
         self._moves = list(moves)
         self._trials: dict[str, Trial] = {baseline.candidate.key: baseline}
 
@@ -179,7 +182,7 @@ class Search:
         )
 
     def _try_level(self, level: int) -> None:
-        singles = [Candidate(changes=(move,)) for move in self._moves if not move.technique.slow_to_try]
+        singles = self._singles(slow=False)
         self._try([c for c in singles if c.level == level])
         useful = [c.changes[0] for c in singles if c.level <= level and self._is_useful(c)]
         guesses = [self._guess(changes) for changes in _sets(useful)]
@@ -189,19 +192,22 @@ class Search:
         if self._refine is not None:
             self._take(self._refine(best(list(self._trials.values())), level))
         if best(list(self._trials.values())) is None:
-            slow = [Candidate(changes=(move,)) for move in self._moves if move.technique.slow_to_try]
-            self._try([c for c in slow if c.level == level])
+            self._try([c for c in self._singles(slow=True) if c.level == level])
         if best(list(self._trials.values())) is None:
             rest = sorted(guesses, key=lambda g: (g.peak_bytes, g.time))
             self._try([g.candidate for g in rest[:CLOSEST]])
 
     def _try_rest(self) -> None:
         """Try sets of all changes in the order of their guessed times until the budget is used up."""
-        singles = [Candidate(changes=(move,)) for move in self._moves if not move.technique.slow_to_try]
+        singles = self._singles(slow=False)
         self._try(singles)
         useful = [c.changes[0] for c in singles if self._is_useful(c)]
         guesses = sorted((self._guess(changes) for changes in _sets(useful)), key=lambda g: g.time)
         self._try([g.candidate for g in guesses])
+
+    def _singles(self, *, slow: bool) -> list[Candidate]:
+        moves = [move for move in self._moves if move.technique.slow_to_try == slow]
+        return [Candidate(changes=(move,), by_hand=self._by_hand(move)) for move in moves]
 
     def _guess(self, changes: tuple[Change, ...]) -> Guess:
         return Guess(self._baseline, [self._trials[Candidate(changes=(change,)).key] for change in changes])

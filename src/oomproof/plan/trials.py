@@ -25,7 +25,7 @@ from oomproof.plan.cost import Ratio, relative_time
 from oomproof.plan.facts import Facts
 from oomproof.plan.injection import EXIT_REFUSED
 from oomproof.plan.technique import world_size
-from oomproof.plan.work import Work
+from oomproof.plan.work import Copy, Work
 
 #: A candidate that takes so much longer than the script as it is hangs, or computes on the CPU what it should not.
 PATIENCE = 20
@@ -203,6 +203,8 @@ class Trials:
         if measured.demand.device_bytes > measured.gpu.memory_bytes:
             measured = replace(measured, verdict="does-not-fit")
         work, reason = _work(outcome)
+        if work is not None:
+            work = with_paging(work, measured, max((f["managed_bytes"] for f in outcome.findings), default=0))
         trial = Trial(
             candidate=candidate,
             verdict="fits" if measured.fits else "does-not-fit",
@@ -239,6 +241,23 @@ class Trials:
             return None
         ratio = relative_time(work, self._baseline, self._job.settings.gpu, retries=retries)
         return replace(ratio, unknown=tuple(what for what in ratio.unknown if what not in self._unknown))
+
+
+def with_paging(work: Work, measured: Measurement, managed_bytes: int) -> Work:
+    """Return the work with the pages that move each step where managed memory does not fit beside the rest.
+
+    What the allocator reserved stays on the device; managed memory has the room that is left, and the rest of it goes
+    to the host and back between two optimizer steps. The driver moves it by pages, so it counts as not pinned.
+    """
+    room = max(0, measured.gpu.memory_bytes - measured.demand.device_bytes)
+    moved = managed_bytes - room
+    if moved <= 0:
+        return work
+    pages = [
+        Copy(direction=way, phase="optimizer", pinned=False, blocking=True, count=1, bytes=moved)
+        for way in ("h2d", "d2h")
+    ]
+    return replace(work, copies=(*work.copies, *pages))
 
 
 def _failed(candidate: Candidate, reason: str, measured: Measurement | None = None) -> Trial:

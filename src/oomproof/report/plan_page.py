@@ -73,8 +73,10 @@ def _sets(planned: Planned) -> str:
     found = planned.found
     trials = report.ordered(found.baseline, found.trials, found.winner)
     rows = [_row(trial, planned) for trial in trials]
-    heads = ("changes", "verdict", "peak", "to spare", "time of a step", "fidelity")
-    return f"<table><thead><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    names = ("changes", "verdict", "peak", "to spare", "time of a step", "fidelity")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>"
+    return f"{table}{''.join(rows)}</tbody></table>"
 
 
 def _row(trial: Trial, planned: Planned) -> str:

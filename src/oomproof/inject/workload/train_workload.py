@@ -1,8 +1,8 @@
 """Trains what a function builds, as a script: ``train_workload.py FILE FUNCTION``.
 
 The function takes nothing and returns (model, batch, loss, optimizer): ``loss(model, batch)`` gives the loss, and
-tensors in ``batch`` have their samples along the first dimension. Stops when the observer has seen enough steps.
-Runs in the user's process; Python 3.9, standard library and torch. In a folder of its own: Python puts that on its path.
+the tensors in ``batch`` have their samples along the first dimension. Stops when the observer has seen enough steps.
+It is in a folder of its own, since Python puts that on its path. Python 3.9, standard library and torch.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 from measurement_samples import fitting
 
 from oomproof.measure.measurement import Breakdown, Demand
-from oomproof.plan.candidate import Candidate, Trial
+from oomproof.plan.candidate import AS_FAST, Candidate, Trial
 from oomproof.plan.cost import Ratio
 from oomproof.plan.search import Budget, Found, Search
 from oomproof.plan.technique import Change, conflict
@@ -85,6 +85,7 @@ class World:
         return [self.trial(Candidate(changes=s), memory) for s in sets]
 
 
+TOLD = AS_FAST + 1e-9  # times that are closer count as equal
 SEEDS = range(12)
 SIZES = [n * GIB // 2 for n in range(2, 40)]
 
@@ -112,7 +113,7 @@ def test_more_memory_never_gives_a_less_faithful_or_slower_plan(seed: int) -> No
             break  # nothing has to change, and nothing is looked for
         if winner is not None:
             now = (winner.candidate.level, winner.expected_time)
-            assert now <= (before[0], before[1] * 1.0051), memory
+            assert now <= (before[0], before[1] * TOLD), memory
             before = now
         else:
             assert before == (math.inf, math.inf), "less memory had a plan"
@@ -129,7 +130,7 @@ def test_the_winner_is_never_worse_than_one_change_alone(seed: int) -> None:
                 assert winner is not None
                 assert (winner.candidate.level, winner.expected_time) <= (
                     other.candidate.level,
-                    other.expected_time * 1.0051,
+                    other.expected_time * TOLD,
                 )
 
 
@@ -145,7 +146,7 @@ def test_where_any_set_fits_one_is_found(seed: int) -> None:
             level = min(t.candidate.level for t in fitting_sets)
             fastest = min(t.expected_time for t in fitting_sets if t.candidate.level == level)
             assert winner.candidate.level == level
-            assert winner.expected_time <= fastest * 1.0051
+            assert winner.expected_time <= fastest * TOLD
 
 
 def test_nothing_is_run_where_it_fits_as_it_is() -> None:

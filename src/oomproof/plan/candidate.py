@@ -95,9 +95,12 @@ def best(trials: Sequence[Trial]) -> Trial | None:
     return min(same, key=lambda t: (FIDELITIES.index(t.candidate.fidelity), len(t.candidate.changes), t.order()))
 
 
+#: Times that are closer count as equal: a roofline tells no finer.
+AS_FAST = 1.03
+
+
 def _as_fast(one: Trial, other: Trial) -> bool:
-    """Return whether two trials take the same time, to half a per cent: a roofline tells no finer."""
-    return one.expected_time <= other.expected_time * 1.005
+    return one.expected_time <= other.expected_time * AS_FAST
 
 
 def to_json(trial: Trial) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 from oomproof.measure.measurement import Breakdown
-from oomproof.plan.candidate import LEVELS, Candidate, Trial, best
+from oomproof.plan.candidate import AS_FAST, LEVELS, Candidate, Trial, best
 from oomproof.plan.facts import Facts
 from oomproof.plan.technique import Change, Technique, conflict, techniques
 
@@ -29,8 +29,8 @@ MOST_CHANGES = 4
 #: A guessed peak may be so much above the memory and the set is still tried: savings overlap.
 SLACK = 1.15
 
-#: What could be faster than the best by less is not tried: a roofline tells no finer.
-FASTER = 0.995
+#: What could be faster than the best by less is not tried.
+FASTER = 1 / AS_FAST
 
 #: Where nothing is guessed to fit, so many of the smallest are tried for the answer how far it is.
 CLOSEST = 6

@@ -41,7 +41,7 @@ CASES = [
     Case("GPT-2 124M, HF Trainer, float32", ("examples/train_gpt2.py",), "t4"),
     Case("Llama-3-8B shape, plain loop, bf16", ("examples/train_llama.py",), "h200"),
     Case("ResNet-50, fp16 autocast, DataLoader", ("examples/train_resnet.py", "--fp16", "--workers", "0"), "t4"),
-    Case("CNN of the NVML rows", ("benchmarks/accuracy/cnn.py", "vgg16", "Adam", "64", "0"), "rtx-4060"),
+    Case("CNN of the NVML rows", ("benchmarks/accuracy/cnn.py", "VGG16", "Adam", "64", "0"), "rtx-4060"),
     Case(
         "nanoGPT, GPT-2 124M, bf16 autocast",
         ("train.py", "--dataset=openwebtext", "--compile=False", "--batch_size=12", "--eval_iters=1"),

@@ -74,7 +74,7 @@ class Runner:
         *,
         start: Start = launch.start,
         should_stop: Callable[[], bool] = lambda: False,
-        on_failure: Callable[[str], object] = sys.stderr.write,
+        on_failure: Callable[[str], object] = lambda text: sys.stderr.write(text),  # the one of that moment
     ) -> None:
         self.program = program
         self.cwd = cwd

@@ -9,6 +9,7 @@ import pytest
 from child import PYTHON, has_module
 
 import oomproof
+from oomproof import running
 from oomproof.errors import ScriptError, UsageError
 from oomproof.measure.measurement import Measurement
 
@@ -279,7 +280,7 @@ def test_what_nobody_sends_is_told(tmp_path: Path) -> None:
 
 def test_ranks_that_wait_for_each_other_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks that receive before they send would hang among real peers, too."""
-    monkeypatch.setattr(oomproof.api, "STUCK_SECONDS", 1.0)
+    monkeypatch.setattr(running, "STUCK_SECONDS", 1.0)
     code = (
         'dist.init_process_group("nccl")\nheard = [None]\ndist.recv_object_list(heard, src=1 - rank)\n'
         "dist.send_object_list([rank], dst=1 - rank)\nsteps(layers().cuda())\n"

@@ -234,9 +234,11 @@ class Search:
             ahead = ahead[AT_ONCE:]
 
     def _try(self, candidates: Sequence[Candidate]) -> None:
-        fresh = [c for c in candidates if c.key not in self._trials][: self._budget.left()]
-        if fresh:
-            self._take(self._evaluate(fresh))
+        fresh = [c for c in candidates if c.key not in self._trials]
+        while fresh and self._budget.left():
+            some = fresh[: min(AT_ONCE, self._budget.left())]
+            self._take(self._evaluate(some))
+            fresh = fresh[len(some) :]
 
     def _take(self, trials: Iterable[Trial]) -> None:
         for trial in trials:

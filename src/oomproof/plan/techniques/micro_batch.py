@@ -23,6 +23,10 @@ _REASONS = {
 }
 
 
+#: More pieces save next to nothing more, and a step waits for the launches of all of them.
+MOST_PARTS = 64
+
+
 class MicroBatch(Technique):
     """Run each batch in ``parts`` pieces and let the optimizer step after the last, on the sum of their shares.
 
@@ -69,7 +73,7 @@ class MicroBatch(Technique):
             more["loaders"] = used  # several: one is made for each epoch, or the like
         halves = {2**k for k in range(1, size.bit_length()) if 2**k <= size} | {size}
         for parts in sorted(halves):
-            if facts.framework != "trainer" or size % parts == 0:
+            if parts <= MOST_PARTS and (facts.framework != "trainer" or size % parts == 0):
                 yield {"parts": parts, **more}
 
     def _unequal(self, facts: Facts) -> list[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from oomproof.plan import splitting
 from oomproof.plan.activations import Activations, refuse_compiled, unfit_activations, unfit_compiled
 from oomproof.plan.technique import CannotApply, Options, Technique
+from oomproof.plan.techniques.micro_batch import MOST_PARTS
 from oomproof.plan.wrapping import wrap_forward
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class SplitForward(Technique):
         unequal = {"unequal": ["batch-norm"]} if any(model.batch_norms for model in facts.models) else {}
         most = facts.batch_size or 16
         for parts in sorted({2**k for k in range(1, most.bit_length())} | {most}):
-            if 1 < parts <= most:
+            if 1 < parts <= min(most, MOST_PARTS):
                 yield {"parts": parts, **unequal}
 
     def caution(self, facts: Facts, options: Options) -> str | None:

@@ -190,8 +190,8 @@ def test_a_rank_of_a_world_that_does_not_exist_takes_what_one_of_real_processes_
 ) -> None:
     """To the byte, in every step; but for ZeRO-1.
 
-    The buffers of its broadcasts go when the other process has taken them, and not always before the step's peak: one run
-    of six between real processes was lower by 221,184 bytes in one step.
+    The buffers of its broadcasts go when the other process has taken them, and not always before the step's peak: one
+    run of six between real processes was lower by 221,184 bytes in one step.
     """
     slack = 1 << 19 if name == "zero1" else 0
     program = script(tmp_path, MEASURED)

@@ -14,7 +14,7 @@ from measurement_samples import fitting
 from oomproof.measure.measurement import Breakdown, Demand
 from oomproof.plan.candidate import AS_FAST, Candidate, Trial
 from oomproof.plan.cost import Ratio
-from oomproof.plan.search import Budget, Found, Search
+from oomproof.plan.search import AT_ONCE, Budget, Found, Search
 from oomproof.plan.technique import Change, conflict
 
 GIB = 1 << 30
@@ -179,3 +179,26 @@ def test_the_frontier_has_no_trial_that_another_beats_in_both() -> None:
     for one, other in itertools.pairwise(line):
         assert one.expected_time <= other.expected_time
         assert (one.peak_bytes or 0) > (other.peak_bytes or 0)
+
+
+def test_no_set_is_begun_after_the_time_is_up() -> None:
+    """A few that were begun together may still end."""
+    world = World(1)
+    budget = Budget(seconds=1e-9)
+    found = world.search(GIB, budget=budget)
+    assert not world.ran
+    assert found.out_of_budget
+    assert found.winner is None
+
+
+def test_sets_are_handed_out_few_at_a_time() -> None:
+    """So that the budget is asked between them."""
+    world, sizes = World(1), []
+
+    def evaluate(candidates: Sequence[Candidate]) -> Iterator[Trial]:
+        sizes.append(len(candidates))
+        return (world.trial(candidate, GIB) for candidate in candidates)
+
+    baseline = world.trial(Candidate(changes=()), GIB)
+    Search(baseline=baseline, memory_bytes=GIB, evaluate=evaluate, moves=MOVES).run()
+    assert max(sizes) <= AT_ONCE

@@ -93,3 +93,9 @@ def test_their_modules_import_nothing_but_the_standard_library_until_they_are_in
         names = [node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in top]
         libraries = {str(name).partition(".")[0] for name in names} - set(sys.stdlib_module_names)
         assert libraries <= {"oomproof"}, technique.name
+
+
+def test_batches_are_cut_into_no_more_pieces_than_help() -> None:
+    large = FACTS._replace(loaders=(Loader(8000, 100_000, True, True),), framework="code")
+    parts = [options["parts"] for options in techniques()["micro-batch"].variants(large)]
+    assert parts == [2, 4, 8, 16, 32, 64]

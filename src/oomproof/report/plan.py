@@ -13,6 +13,7 @@ from rich.text import Text
 from oomproof.plan.candidate import Trial, to_json
 from oomproof.plan.planning import Planned
 from oomproof.report.sheet import Body, Sheet
+from oomproof.report.verdict import device_bounds
 from oomproof.report.words import NextCommand, plural
 from oomproof.units import format_bytes
 
@@ -68,7 +69,12 @@ def headline(planned: Planned) -> Text:
         )
         return _head(f"NOTHING FITS{stopped.upper()}", detail, "red")
     count = plural(len(winner.candidate.changes), "change").upper()
-    detail = f"{_of(winner, planned)}, a step takes {time(winner)}, {FIDELITY[winner.candidate.fidelity]}"
+    spare = format_bytes(
+        gpu.memory_bytes - (winner.measurement.peak.device_bytes if winner.measurement is not None else 0)
+    )
+    detail = (
+        f"{_of(winner, planned)} ({spare} to spare), a step takes {time(winner)}, {FIDELITY[winner.candidate.fidelity]}"
+    )
     return _head(f"FITS WITH {count}", detail, "green")
 
 
@@ -201,6 +207,13 @@ def mind(planned: Planned) -> list[str]:
     if winner is None:
         return []
     found = []
+    if winner.measurement is not None:
+        _, high = device_bounds(winner.measurement)
+        if high > planned.gpu.memory_bytes:
+            found.append(
+                f"it fits, but only just: the range of what cannot be known reaches past the GPU, to {format_bytes(high)}; "
+                "plan with a smaller --memory to leave room"
+            )
     for change in winner.candidate.changes:
         caution = change.technique.caution(planned.facts, change.options)
         if caution:

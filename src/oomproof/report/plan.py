@@ -211,8 +211,8 @@ def mind(planned: Planned) -> list[str]:
         _, high = device_bounds(winner.measurement)
         if high > planned.gpu.memory_bytes:
             found.append(
-                f"it fits, but only just: the range of what cannot be known reaches past the GPU, to {format_bytes(high)}; "
-                "plan with a smaller --memory to leave room"
+                "it fits, but only just: the range of what cannot be known reaches past the GPU, to "
+                f"{format_bytes(high)}; plan with a smaller --memory to leave room"
             )
     for change in winner.candidate.changes:
         caution = change.technique.caution(planned.facts, change.options)

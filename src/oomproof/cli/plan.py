@@ -11,7 +11,7 @@ import typer
 
 from oomproof import api
 from oomproof.cli.run import chosen_gpu
-from oomproof.errors import EXIT_DOES_NOT_FIT, EXIT_FITS, UsageError
+from oomproof.errors import EXIT_DOES_NOT_FIT, EXIT_FITS, EXIT_INTERRUPTED, UsageError
 from oomproof.plan.candidate import Trial
 from oomproof.plan.document import read_plan, write_plan
 from oomproof.plan.largest import Tried, find_largest
@@ -79,23 +79,30 @@ def main(
         else:
             print_sheet(largest_report.body(found, job), largest_report.after(found, job))
         raise typer.Exit(EXIT_FITS if found.answer is not None else EXIT_DOES_NOT_FIT)
-    planned = plan(
-        command,
-        gpu=chosen_gpu(gpu, gpu_file),
-        memory=memory,
-        gpus=gpus,
-        allow=allow,
-        only=_names(only),
-        without=_names(without),
-        candidates=candidates,
-        seconds=seconds,
-        explore=explore,
-        steps=steps,
-        executor=executor,
-        workers=workers,
-        resume=resume,
-        told=None if quiet else Progress(),
-    )
+    try:
+        planned = plan(
+            command,
+            gpu=chosen_gpu(gpu, gpu_file),
+            memory=memory,
+            gpus=gpus,
+            allow=allow,
+            only=_names(only),
+            without=_names(without),
+            candidates=candidates,
+            seconds=seconds,
+            explore=explore,
+            steps=steps,
+            executor=executor,
+            workers=workers,
+            resume=resume,
+            told=None if quiet else Progress(),
+        )
+    except KeyboardInterrupt:  # typer would end without a word
+        kept = (
+            f"; {resume} has what was tried" if resume is not None else "; --resume FILE would have kept what was tried"
+        )
+        print(f"oomproof: interrupted, all runs have ended{kept}", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     saved = None
     if output is not None and planned.plan is not None:
         write_plan(output, planned.plan)

@@ -19,7 +19,7 @@ from oomproof.measure.measurement import Measurement
 from oomproof.measure.profile import Profile
 from oomproof.measure.ranks import that_can_differ, which_were_measured
 from oomproof.phantom import launch
-from oomproof.plan.technique import Change
+from oomproof.plan.technique import Change, environment
 from oomproof.running import Runner
 from oomproof.units import parse_size
 
@@ -126,8 +126,7 @@ class Job:
     def with_changes(self, changes: Sequence[Change]) -> Job:
         """Return the same job with these changes in the script, and in its environment."""
         env = dict(os.environ if self.env is None else self.env)
-        for change in changes:
-            env.update(change.technique.environment(change.options, env))
+        env.update(environment(changes, env))
         settings = replace(self.settings, changes=tuple(change.to_json() for change in changes))
         return replace(self, env=env, settings=settings)
 
@@ -203,9 +202,8 @@ def measure(job: Job, runner: Runner) -> Result:
         notes: list[str] = []
     else:
         limited, unlimited, notes = _measure_ranks(runner, settings, job.world_size, job.ranks, world_folder)
-    refused = next((c["refused"] for c in limited.changes if c["refused"]), None)
-    if refused is not None:
-        raise UsageError(f"cannot apply {refused}")
+    if limited.change_refused is not None:
+        raise UsageError(f"cannot apply {limited.change_refused}")
     measured = assemble(job.words, settings.gpu, limited, unlimited, job.folder, notes)
     interrupted = limited.interrupted
     if job.unknown_counts == "range" and limited.depends_on_counts and measured.verdict != "unknown":

@@ -52,6 +52,11 @@ class Outcome:
     changes: tuple[dict[str, Any], ...] = ()  # what plan.injection recorded, one for each process
 
     @property
+    def change_refused(self) -> str | None:
+        """Which of a plan's changes could not be applied, and why."""
+        return next((record["refused"] for record in self.changes if record["refused"]), None)
+
+    @property
     def depends_on_counts(self) -> bool:
         """True when something was sized by a count that nobody knows, and that could have been larger."""
         return any(f["depends_on_counts"] for f in self.findings)

@@ -16,6 +16,7 @@ from types import FrameType
 
 from oomproof import api
 from oomproof.errors import OomproofError, UsageError
+from oomproof.measure.assemble import read_outcome
 from oomproof.phantom import launch
 from oomproof.plan.document import Plan
 from oomproof.plan.injection import EXIT_REFUSED
@@ -73,10 +74,9 @@ def apply(plan: Plan, command: Sequence[str], *, cwd: Path | None = None, env: M
         program = list(job.program) if plan.gpus == 1 else with_ranks(job.program, plan.gpus)
         process = subprocess.Popen(program, cwd=job.folder, env=launch.environment(folder, job.env, phantom=False))
         code = _wait(process)
-        for path in folder.glob("changes-*.json"):
-            refused = json.loads(path.read_text())["refused"]
-            if refused is not None:
-                raise UsageError(f"cannot apply {refused}; nothing was trained")
+        refused = read_outcome(folder, code).change_refused
+        if refused is not None:
+            raise UsageError(f"cannot apply {refused}; nothing was trained")
         if code == EXIT_REFUSED:
             raise OomproofError("a change could not be applied; see above")
         return code
@@ -133,7 +133,7 @@ def _hash(path: Path) -> str | None:
 
 def _torch(python: str) -> str | None:
     """Return the version of the torch that an interpreter would import, without importing it."""
-    code = "from importlib.metadata import version; import importlib.util as u; print(version('torch'))"
+    code = "from importlib.metadata import version; print(version('torch'))"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True)
     return done.stdout.strip() or None if done.returncode == 0 else None
 

@@ -1,8 +1,8 @@
 """Putting a plan's changes into a script that knows nothing of them.
 
 Runs inside the user's process, under the phantom as on the real GPU. Techniques register callbacks; this module calls
-them when the script builds an optimizer, first uses a model, makes a DataLoader or imports a library, and record
-what was changed where. Python 3.9; standard library and torch.
+them when the script builds an optimizer, first uses a model, makes a DataLoader or imports a library, and
+records what was changed where. Python 3.9; standard library and torch.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Injection:
         if self._survey_blocks:
             self.on_model.append(self._survey_blocks_of)  # first: before they are wrapped
         for change in self.changes:
-            self._guard(change.name, change.technique.install, self, change.options)
+            self.guarded(change.name, change.technique.install, self, change.options)
         self._wrap_modules()
         self._wrap_optimizers()
         self._wrap_loaders()
@@ -100,13 +100,20 @@ class Injection:
 
     def guarded(self, technique: str, call: Callable[..., Any], *args: Any) -> Any:
         """Call on behalf of a technique, and end the process where it says that it cannot be applied."""
-        return self._guard(technique, call, *args)
+        try:
+            return call(*args)
+        except CannotApply as error:
+            self.refuse(technique, str(error))
 
-    def own(self, module: Any) -> None:
-        """Note a module that a technique made around a model: it is none of the script's models."""
+    def own(self, module: Any) -> set[int]:
+        """Note a module as none that the script still has to show: a technique made it around a model, say.
+
+        Returns what is forgotten when the module goes.
+        """
         ids = {id(inner) for inner in module.modules()}
         self._ready |= ids
         weakref.finalize(module, self._ready.difference_update, ids)
+        return ids
 
     def refuse(self, technique: str, reason: str) -> None:
         """Record that a technique cannot be applied, and end the process: half a plan is none."""
@@ -118,15 +125,9 @@ class Injection:
 
     # ---- how -----------------------------------------------------------------------------------------------------
 
-    def _guard(self, technique: str, call: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return call(*args)
-        except CannotApply as error:
-            self.refuse(technique, str(error))
-
     def _call(self, callbacks: list[Any], *args: Any) -> None:
         for callback in callbacks:
-            self._guard(_owner(callback), callback, *args)
+            self.guarded(_owner(callback), callback, *args)
 
     def _write(self) -> None:
         record: dict[str, Any] = {"pid": os.getpid(), "said": self._said, "refused": self._refused}
@@ -228,9 +229,7 @@ class Injection:
         """Give a model to the techniques, once."""
         if id(model) in self._ready:
             return
-        ids = {id(module) for module in model.modules()}
-        self._ready |= ids
-        weakref.finalize(model, self._ready.difference_update, ids)
+        ids = self.own(model)
         if self._survey is not None:
             self._survey.model(model)
         self._call(self.on_model, model)
@@ -278,7 +277,7 @@ class Injection:
                 for one in self.models_of(flat):
                     self.model_ready(one)
                 for callback in self.on_parameters:
-                    params = self._guard(_owner(callback), callback, model, params)
+                    params = self.guarded(_owner(callback), callback, model, params)
             original(optimizer, params, defaults)
             self._call(self.on_optimizer, optimizer)
             if self._survey is not None:
@@ -291,7 +290,7 @@ class Injection:
                 self._building.inside = True
                 try:
                     for callback in self.other_optimizer:
-                        other = self._guard(_owner(callback), callback, kind, args, kwargs)
+                        other = self.guarded(_owner(callback), callback, kind, args, kwargs)
                         if other is not None:
                             return other
                 finally:
@@ -331,7 +330,7 @@ class Injection:
             if self._survey is not None:
                 self._survey.iterated(loader)
             for callback in self.on_batches:
-                iterator = self._guard(_owner(callback), callback, loader, iterator)
+                iterator = self.guarded(_owner(callback), callback, loader, iterator)
             return iterator
 
         kind.__init__ = made

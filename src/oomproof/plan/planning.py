@@ -91,8 +91,7 @@ def plan(
     command = _command_of(command) if callable(command) else command
     job = api.prepare(command, gpu=gpu, memory=memory, steps=steps, cwd=cwd, env=env)
     spec = job.settings.gpu
-    with contextlib.ExitStack() as stack:
-        trials = stack.enter_context(Trials(job, executor=executor, workers=workers, told=told))
+    with Trials(job, executor=executor, workers=workers, told=told) as trials:
         baseline, facts = trials.baseline()
         facts = facts._replace(gpus=gpus, capability=spec.compute_capability)
         evaluate: Evaluate = trials.evaluate
@@ -116,7 +115,9 @@ def plan(
         smallest_with_plan = smallest_gpu(trials, proof) if proof is not None and changed else None
     made = None
     if proof is not None and changed:
-        made = Plan.of(proof, facts, spec, _key(gpu, spec), world_size(proof.candidate.changes) or 1)
+        made = Plan.of(
+            proof, facts, spec, gpu if isinstance(gpu, str) else spec.key, world_size(proof.candidate.changes) or 1
+        )
     return Planned(
         command=job.words,
         gpu=spec,
@@ -215,7 +216,3 @@ def smallest_gpu(trials: Trials, trial: Trial) -> GPUSpec | None:
 
 #: Catalogue GPUs that are asked for the smallest that does.
 TRIES = 2
-
-
-def _key(gpu: str | GPUSpec | None, spec: GPUSpec) -> str:
-    return gpu if isinstance(gpu, str) else spec.key

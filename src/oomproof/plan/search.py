@@ -35,6 +35,9 @@ FASTER = 1 / AS_FAST
 #: Where nothing is guessed to fit, so many of the smallest are tried for the answer how far it is.
 CLOSEST = 6
 
+#: Candidates that are given to be run together.
+AT_ONCE = 4
+
 #: A technique makes sense where what it lowers is at least so much of the peak.
 SHARE = 0.02
 
@@ -115,18 +118,12 @@ def applicable(
 
 
 def _pointless(technique: Technique, baseline: Trial | None) -> str | None:
-    measured = baseline.measurement if baseline else None
-    if measured is None or measured.breakdown is None:
+    measured = baseline.measurement if baseline is not None else None
+    if baseline is None or measured is None or measured.breakdown is None:
         return None
     total = max(1, measured.demand.device_bytes)
-    share = 0
-    for what in technique.lowers:
-        if what == "cached":
-            share += measured.demand.reserved_bytes - measured.demand.allocated_bytes
-        elif what == "outside":
-            share += total - measured.demand.reserved_bytes
-        else:
-            share += getattr(measured.breakdown, f"{what}_bytes")
+    parts = parts_of(baseline)
+    share = sum(parts[f"{what}_bytes"] for what in technique.lowers)
     if share >= SHARE * total:
         return None
     return f"at the peak there is hardly anything that it lowers ({', '.join(technique.lowers)}: {share / total:.1%})"
@@ -169,7 +166,7 @@ class Search:
         if not self._baseline.fits:
             for level in range(self._allow + 1):
                 self._try_level(level)
-                if best(list(self._trials.values())) is not None and not self._explore:
+                if self._best() is not None and not self._explore:
                     break
         if self._explore:
             self._try_rest()
@@ -190,10 +187,10 @@ class Search:
         guesses.sort(key=lambda g: (g.time, len(g.candidate.changes), g.candidate.key))
         self._first_that_fits([g for g in guesses if g.peak_bytes <= self._memory * SLACK])
         if self._refine is not None:
-            self._take(self._refine(best(list(self._trials.values())), level))
-        if best(list(self._trials.values())) is None:
+            self._take(self._refine(self._best(), level))
+        if self._best() is None:
             self._try([c for c in self._singles(slow=True) if c.level == level])
-        if best(list(self._trials.values())) is None:
+        if self._best() is None:
             rest = sorted(guesses, key=lambda g: (g.peak_bytes, g.time))
             self._try([g.candidate for g in rest[:CLOSEST]])
 
@@ -204,6 +201,9 @@ class Search:
         useful = [c.changes[0] for c in singles if self._is_useful(c)]
         guesses = sorted((self._guess(changes) for changes in _sets(useful)), key=lambda g: g.time)
         self._try([g.candidate for g in guesses])
+
+    def _best(self) -> Trial | None:
+        return best(list(self._trials.values()))
 
     def _singles(self, *, slow: bool) -> list[Candidate]:
         moves = [move for move in self._moves if move.technique.slow_to_try == slow]
@@ -225,7 +225,7 @@ class Search:
         """Try sets in the order of their guessed times until none could be faster than the best that fits."""
         ahead = [g for g in guesses if g.candidate.key not in self._trials]
         while self._budget.left():
-            found = best(list(self._trials.values()))
+            found = self._best()
             limit = found.expected_time * FASTER if found is not None else math.inf
             batch = [g.candidate for g in ahead[:AT_ONCE] if g.time < limit]
             if not batch:
@@ -244,10 +244,6 @@ class Search:
         for trial in trials:
             self._budget.used += 1
             self._trials[trial.candidate.key] = trial
-
-
-#: Candidates that are given to be run together.
-AT_ONCE = 4
 
 
 class Guess:

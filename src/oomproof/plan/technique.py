@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -130,6 +130,14 @@ def techniques() -> dict[str, Technique]:
 def fidelity(changes: tuple[Change, ...]) -> str:
     """Return the fidelity of a set of changes: that of the least faithful one; of none "exact"."""
     return max((c.technique.fidelity_of(c.options) for c in changes), key=FIDELITIES.index, default="exact")
+
+
+def environment(changes: Iterable[Change], base: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that a set of changes needs beside those of ``base``."""
+    found: dict[str, str] = {}
+    for change in changes:
+        found.update(change.technique.environment(change.options, {**base, **found}))
+    return found
 
 
 def world_size(changes: tuple[Change, ...]) -> int | None:

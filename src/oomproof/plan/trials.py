@@ -5,6 +5,7 @@ What takes no more than the GPU has runs there as it does without limit, to the 
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from oomproof.plan.candidate import Candidate, Trial
 from oomproof.plan.cost import Ratio, relative_time
 from oomproof.plan.facts import Facts
 from oomproof.plan.injection import EXIT_REFUSED
-from oomproof.plan.technique import world_size
+from oomproof.plan.technique import environment, world_size
 from oomproof.plan.work import Copy, Work
 
 #: A candidate that takes so much longer than the script as it is hangs, or computes on the CPU what it should not.
@@ -41,7 +42,7 @@ class Tag(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """What one candidate's runs left, before it is judged."""
+    """What one candidate's runs showed."""
 
     trial: Trial
     facts: Facts | None = None
@@ -173,9 +174,7 @@ class Trials:
             local = self._job.settings.gpu_count if self._job.world_size else size
             place = launch.World(size=size, rank=0, local_size=local, folder=Path(self._world_folder.name))
             settings = replace(settings, world=place, gpu_count=local)
-        env: dict[str, str] = {}
-        for change in candidate.changes:
-            env.update(change.technique.environment(change.options, {**(self._job.env or {}), **env}))
+        env = environment(candidate.changes, os.environ if self._job.env is None else self._job.env)
         limit = max(LEAST_SECONDS, PATIENCE * self._seconds) if self._seconds else None
         self._bench.submit(
             Request(
@@ -189,7 +188,7 @@ class Trials:
         outcome = done.outcome
         if outcome is None:
             return Ran(trial=_failed(candidate, done.error or "it left nothing"))
-        refused = next((c["refused"] for c in outcome.changes if c["refused"]), None)
+        refused = outcome.change_refused
         if refused is not None or outcome.exit_code == EXIT_REFUSED:
             return Ran(
                 trial=Trial(candidate=candidate, verdict="cannot-apply", reason=refused or "a technique refused")

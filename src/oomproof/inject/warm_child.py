@@ -15,6 +15,7 @@ import functools
 import importlib
 import json
 import os
+import pickle
 import select
 import signal
 import socket
@@ -59,10 +60,10 @@ class Warm:
     def serve(self) -> None:
         """Import, then fork for each request; returns in the fork only."""
         before = self._environment
-        self._import(self._wanted["modules"])
+        looked = self._import(self._wanted["modules"])
         self._changed = {k: v for k, v in os.environ.items() if before.get(k) != v}
         self._gone = [k for k in before if k not in os.environ]
-        self._tell({"ready": True})
+        self._tell({"ready": True, "looked_at_gpu": looked})
         while True:
             # not pidfds: a Python that was built on an old Linux, such as conda's, cannot open them
             ready, _, _ = select.select([self._socket], [], [], POLL_SECONDS if self._running else None)
@@ -78,11 +79,14 @@ class Warm:
 
     # ---- importing -------------------------------------------------------------------------------------------------
 
-    def _import(self, names: Iterable[str]) -> None:
-        """Import the modules. Ends the process at the first that a fork could not go on from; it's told which."""
+    def _import(self, names: Iterable[str]) -> bool:
+        """Import the modules and return whether they looked at the GPU.
+
+        Ends the process at the first that a fork could not go on from; it's told which.
+        """
         torch = importlib.import_module("torch")
         own = set(self._wanted["own"])
-        asked = _watch(torch)
+        asked = Asked()
         for name in names:
             if name in sys.modules:
                 continue
@@ -97,12 +101,12 @@ class Warm:
                 self._drop(name, f"it starts a thread, {_threads()[0]}")
             if getattr(sys.modules.get("pynvml"), "nvmlLib", None) is not None:
                 self._drop(name, "it asks NVML for GPUs, which differ between runs")
-            if asked:
-                self._drop(name, f"it calls torch._C.{asked[0]}, after which torch refuses CUDA in forked processes")
-        for attribute, original in asked.originals.items():
-            setattr(torch._C, attribute, original)
+            if asked.cuda_started:
+                self._drop(name, "it starts CUDA, after which torch refuses it in forked processes")
+        asked.end()
         if _forks_badly(torch):
             self._drop(None, "torch refuses CUDA in processes forked from it")
+        return asked.of_a_gpu
 
     def _drop(self, name: str | None, why: str) -> None:
         self._tell({"drop": name, "why": why})
@@ -182,30 +186,69 @@ def _origin(module: ModuleType) -> str:
     return (module.__spec__ and module.__spec__.origin) or "built-in"
 
 
-class _Asked(list[str]):
-    """Functions of torch._C that were called although a process is never the same after them."""
+#: What libraries ask during imports, and torch takes for a use of CUDA that forbids it in forks: of the machine,
+_OF_THE_MACHINE = (("torch._C", "_cuda_getDeviceCount"), ("torch._C", "_cuda_getArchFlags"))
+#: and of a GPU (torch 2.4 to 2.14).
+_OF_A_GPU = (
+    ("torch.cuda", "get_device_capability"),
+    ("torch.cuda", "get_device_name"),
+    ("torch.cuda", "is_bf16_supported"),
+    ("torch.utils._triton", "has_triton"),
+)
+
+
+class Asked:
+    """What is asked of CUDA during imports; a fork of its own answers where that is possible."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.originals: dict[str, Any] = {}
+        self.cuda_started = False
+        self.of_a_gpu = False  # what was imported may depend on the GPU
+        self._importing = True
+        self._undo: list[Callable[[], None]] = []
+        for module, name in _OF_THE_MACHINE:
+            self._replace(module, name, lambda original: self._elsewhere(original, of_a_gpu=False))
+        for module, name in _OF_A_GPU:
+            self._replace(module, name, lambda original: self._elsewhere(original, of_a_gpu=True))
+        self._replace("torch._C", "_cuda_init", self._noting)
 
+    def _replace(self, module: str, name: str, instead: Callable[[Any], Any]) -> None:
+        place = importlib.import_module(module)
+        original = getattr(place, name)
+        setattr(place, name, instead(original))
+        self._undo.append(lambda: setattr(place, name, original))
 
-def _watch(torch: Any) -> _Asked:
-    """Note calls of what starts CUDA, or makes torch register what forbids it in forks (torch 2.4 to 2.14)."""
-    asked = _Asked()
-
-    def noting(name: str, original: Any) -> Any:
+    def _noting(self, original: Any) -> Any:
         @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            asked.append(name)
-            return original(*args, **kwargs)
+        def call() -> Any:
+            self.cuda_started = True
+            return original()
 
         return call
 
-    for name in ("_cuda_init", "_cuda_getDeviceCount", "_cuda_getArchFlags"):
-        asked.originals[name] = getattr(torch._C, name)
-        setattr(torch._C, name, noting(name, asked.originals[name]))
-    return asked
+    def _elsewhere(self, original: Any, *, of_a_gpu: bool) -> Any:
+        answers: dict[str, Any] = {}
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._importing:  # a module has kept this function
+                return original(*args, **kwargs)
+            self.of_a_gpu |= of_a_gpu
+            question = repr((args, kwargs))
+            if question not in answers:
+                answers[question] = _answer_of_fork(lambda: self._there(original, args, kwargs))
+            return answers[question]
+
+        return call
+
+    def _there(self, original: Any, args: Any, kwargs: Any) -> Any:
+        self._importing = False
+        return original(*args, **kwargs)
+
+    def end(self) -> None:
+        """Have torch's own functions back."""
+        self._importing = False
+        for undo in self._undo:
+            undo()
 
 
 def _forks_badly(torch: Any) -> bool:
@@ -226,8 +269,30 @@ def _threads_after_a_fork() -> list[str]:
     return _threads()
 
 
+def _answer_of_fork(function: Callable[[], Any]) -> Any:
+    """Return what a function returns in a fork of this process. Raises RuntimeError where it does not return."""
+    read, write = os.pipe()
+
+    def tell() -> int:
+        os.write(write, pickle.dumps(function()))
+        return 0
+
+    try:
+        code = _code_of_fork(tell)
+    finally:
+        os.close(write)
+        with os.fdopen(read, "rb") as pipe:
+            answer = pipe.read()
+    if code:
+        raise RuntimeError("CUDA could not be asked in a fork")
+    return pickle.loads(answer)
+
+
 def _code_of_fork(function: Callable[[], int]) -> int:
     child = os.fork()
     if not child:
-        os._exit(int(function()))
+        try:
+            os._exit(int(function()))
+        finally:
+            os._exit(255)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

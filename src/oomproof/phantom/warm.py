@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from oomproof.gpus import GPUSpec
 from oomproof.inject.warm_child import MOST_BYTES, REQUEST
 from oomproof.phantom import launch
 
@@ -184,6 +185,7 @@ class Server:
         self._processes: dict[int, Process] = {}
         self._started: dict[str, int] = {}
         self._last_words = ""
+        self._looked_at_gpu = False
         self.promised = 0  # runs that are about to be asked for
         self.dropped: dict[str, str] = {}  # packages that are left to the runs to import, and why
 
@@ -195,6 +197,7 @@ class Server:
             names = [name for name in names if name not in self.dropped]
             answer = self._start_once(names)
             if "ready" in answer:
+                self._looked_at_gpu = answer["looked_at_gpu"]
                 return
             self._end_process()
             at = answer.get("drop")
@@ -299,6 +302,10 @@ class Server:
         for process in self._processes.values():
             process.lost = self._last_words
         self._processes = {}
+
+    def can_run(self, settings: launch.Settings) -> bool:
+        """Return whether what was imported would be the same for a run's GPU."""
+        return not self._looked_at_gpu or _kind(settings.gpu) == _kind(self._settings.gpu)
 
     @property
     def alive(self) -> bool:
@@ -414,7 +421,7 @@ class Servers:
                     found = None
                 if found is not None:
                     self._servers[key] = found  # used last
-                    if isinstance(found, CannotWarm):
+                    if isinstance(found, CannotWarm) or not found.can_run(settings):
                         return None
                     found.promised += 1
                     return found
@@ -452,6 +459,10 @@ class Servers:
     def faults(self) -> list[str]:
         """Why runs were not forked though they might have been."""
         return [str(s) for s in self._servers.values() if isinstance(s, CannotWarm)]
+
+
+def _kind(gpu: GPUSpec) -> GPUSpec:
+    return replace(gpu, memory_bytes=0)
 
 
 def _name(command: PythonCommand) -> tuple[str, ...]:

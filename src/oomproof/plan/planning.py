@@ -211,6 +211,8 @@ def smallest_gpu(trials: Trials, trial: Trial) -> GPUSpec | None:
     generation = (8, 0) if measured.gpu.compute_capability >= "8" else (7, 5)  # bf16 or not
     enough = [g for g in all_gpus() if g.memory_bytes >= demand and g.compute_capability >= generation]
     nearest = sorted(enough, key=lambda g: g.memory_bytes)[:TRIES]
+    if nearest and nearest[0].key == measured.gpu.key and trial.fits:
+        return nearest[0]
     return next((spec for spec, fits in zip(nearest, trials.fit(trial.candidate, nearest), strict=True) if fits), None)
 
 

@@ -337,7 +337,7 @@ class Ranks:
 
     # ---- what is saved -------------------------------------------------------------------------------------------
 
-    def one_writer(self, whole: Callable[[Any], Any]) -> None:
+    def one_writer(self, whole: Callable[[Any], Any] = lambda obj: obj) -> None:
         """Have rank 0 alone write what torch.save saves to a file, made whole with ``whole`` on all ranks."""
         original = self._torch.save
 

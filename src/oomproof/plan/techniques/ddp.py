@@ -130,6 +130,7 @@ class DataParallel(Technique):
     def install(self, injection: Injection, options: Options) -> None:
         ranks = Ranks(injection, self.name, options["gpus"], switched=True)
         parallelise(ranks, options)
+        ranks.one_writer()
         if ranks.here:
             frameworks.switch(ranks, options, fsdp=False)
 

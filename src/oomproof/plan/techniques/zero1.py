@@ -88,7 +88,7 @@ class ZeroOne(Technique):
             return optimizer
 
         injection.other_optimizer.append(instead)
-        ranks.one_writer(lambda obj: obj)
+        ranks.one_writer()
 
     def code(self, options: Options, framework: str, facts: Facts) -> str | None:
         wrapped = ddp.TECHNIQUE.code(options, framework, facts)

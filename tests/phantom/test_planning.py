@@ -273,3 +273,26 @@ def test_a_function_is_planned_for_like_a_script(version: tuple[int, ...]) -> No
     found = oomproof.plan(build, gpu="t4", memory=whole * 3 // 4, only=["micro-batch"])
     assert found.plan is not None
     assert [change.name for change in found.plan.changes] == ["micro-batch"]
+
+
+def test_a_script_that_ends_with_the_measured_steps_has_times_too(tmp_path: Path) -> None:
+    """Work is counted in a further run, whose last step is that of the script; with one step there is none for it."""
+    # four batches: as many as steps are measured
+    program = script(tmp_path, PLAIN)
+    size = demand(program) * 7 // 10
+    options: dict[str, Any] = {"gpu": "t4", "memory": size, "only": ["checkpoint-blocks", "micro-batch"]}
+    found = plan([PYTHON, str(program)], steps=4, **options).found
+    assert found.winner is not None
+    assert all(t.time is not None for t in found.trials if t.peak_bytes is not None)
+    longer = plan([PYTHON, str(program)], steps=3, **options).found
+    assert longer.winner is not None
+    assert found.winner.candidate == longer.winner.candidate
+    assert found.winner.time == longer.winner.time
+    once = script(tmp_path, PLAIN.replace("torch.randn(4 * samples", "torch.randn(samples").replace(
+        "(4 * samples,)", "(samples,)"), "once.py")  # fmt: skip
+    unknown = plan([PYTHON, str(once)], **options).found
+    assert unknown.winner is not None
+    assert unknown.winner.time is None
+    assert "more steps" in unknown.winner.time_reason
+    fitting = [t for t in unknown.trials if t.fits and t.candidate.fidelity == unknown.winner.candidate.fidelity]
+    assert unknown.winner.peak_bytes == max(t.peak_bytes or 0 for t in fitting)

@@ -274,6 +274,39 @@ def test_forks_of_one_process_have_different_gpus(folder: Path) -> None:
     assert len({json.dumps(f) for f in found[True]}) > 1
 
 
+#: What bitsandbytes, torchao and transformers ask while they are imported.
+ASKING = (
+    "import torch\n"
+    "COUNT, SM = torch.cuda.device_count(), torch.cuda.get_device_capability(torch.device('cuda', 0))\n"
+    "BF16, NAME = torch.cuda.is_available() and torch.cuda.is_bf16_supported(), torch.cuda.get_device_name()\n"
+    "from torch.cuda import get_device_capability\n"
+)
+
+
+def test_a_library_may_ask_for_the_gpu_while_it_is_imported(folder: Path) -> None:
+    """It gets the answers of the run's GPU, and still the runs on that GPU are forks; on another they are not."""
+    library = folder / "site-packages"
+    library.mkdir()
+    (library / "asking.py").write_text(ASKING)
+    (folder / "script.py").write_text(
+        MODEL + "import asking\n"
+        "with open('answers', 'a') as file:\n"
+        "    print(asking.COUNT, asking.SM, asking.BF16, asking.NAME, asking.get_device_capability(), file=file)\n"
+        "for i in range(3): step()\n"
+    )
+    with Bench([child_module.PYTHON, "script.py"], cwd=folder, workers=1) as bench:
+        found = []
+        for name in ("t4", "t4", "t4", "a100-80gb"):
+            env = {"PYTHONPATH": str(library)}
+            found += bench.run([Request(settings=Settings(gpu=get_gpu(name)), env=env)])
+    assert [done.forked for done in found] == [False, True, True, False]
+    assert _measured(found[0]) == _measured(found[1]) == _measured(found[2])
+    lines = (folder / "answers").read_text().splitlines()
+    t4 = f"1 (7, 5) {lines[0].split()[3]} Tesla T4 (7, 5)"
+    assert lines[:3] == [t4] * 3
+    assert lines[3].startswith("1 (8, 0) True NVIDIA A100")
+
+
 def test_a_rank_of_a_world_is_measured_in_a_fork(folder: Path) -> None:
     """One rank of FSDP over 8 GPUs is the same from a fork, whose messages have a folder of their own."""
     (folder / "script.py").write_text(

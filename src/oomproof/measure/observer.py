@@ -42,6 +42,8 @@ STEPS_WITH_STACKS = 2
 #: How much longer than it took itself a rank that was stopped waits for the others.
 PATIENCE_SECONDS = 60.0
 
+TOO_FEW_STEPS = "the script ended before a whole step could be counted; let it make more steps"
+
 LABEL_OF_EVENT = {
     phantom_device.EVENT_WORKSPACE: "workspace",
     phantom_device.EVENT_COMMUNICATION: "communication",
@@ -482,7 +484,9 @@ class Observer:
             "snapshot": snapshot_path,
             "profile": profile_path,
             "work": None,
-            "no_work": "the script ended before a whole step could be counted" if self.config["meter"] else None,
+            "no_work": "the script ended before a whole step could be counted; let it make more steps"
+            if self.config["meter"]
+            else None,
             "seconds": time.perf_counter() - self.started,
         }
         if not self.per_step:

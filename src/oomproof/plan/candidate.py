@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +13,12 @@ from oomproof.plan.technique import FIDELITIES, Change, fidelity
 
 #: Fidelities that are equally welcome: rounding is no reason to take a slower plan.
 LEVELS = {"exact": 0, "equal": 0, "approximate": 1, "changes-model": 2}
+
+#: A plan may take so many times as long as one that is a level less faithful, and be preferred all the same.
+WORTH = 2.0
+
+#: Times that are closer count as equal: a roofline tells no finer.
+AS_FAST = 1.05
 
 Verdict = Literal["fits", "does-not-fit", "cannot-apply", "failed"]
 
@@ -76,10 +83,24 @@ class Trial:
             return float("inf")
         return self.time.high if self.time.unknown and self.candidate.changes else self.time.expected
 
-    def order(self) -> tuple[int, float, int, str]:
-        """Return what trials that fit are sorted by: level of fidelity, time, number of changes."""
+    @property
+    def price(self) -> float:
+        """Return what time and fidelity cost together: how often as long as the script as it is, twice for each level.
+
+        To be faster than the script as it is makes up for nothing. An unknown time counts as ``WORTH``.
+        """
+        return price(self.candidate.level, self.expected_time if math.isfinite(self.expected_time) else WORTH)
+
+    def order(self) -> tuple[float, int, float, int, int, str]:
+        """Return what trials that fit are sorted by: price, fidelity, time, number of changes; the mildest first."""
         candidate = self.candidate
-        return candidate.level, self.expected_time, len(candidate.changes), candidate.key
+        mildness = -(self.peak_bytes or 0)
+        return self.price, candidate.level, self.expected_time, len(candidate.changes), mildness, candidate.key
+
+
+def price(level: int, time: float) -> float:
+    """Return the price of a plan of a level of fidelity with this relative time of a step."""
+    return max(1.0, time) * WORTH**level
 
 
 def best(trials: Sequence[Trial]) -> Trial | None:
@@ -93,10 +114,6 @@ def best(trials: Sequence[Trial]) -> Trial | None:
     first = min(fitting, key=Trial.order)
     same = [t for t in fitting if t.candidate.level == first.candidate.level and _as_fast(t, first)]
     return min(same, key=lambda t: (FIDELITIES.index(t.candidate.fidelity), len(t.candidate.changes), t.order()))
-
-
-#: Times that are closer count as equal: a roofline tells no finer.
-AS_FAST = 1.05
 
 
 def _as_fast(one: Trial, other: Trial) -> bool:

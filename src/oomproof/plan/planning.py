@@ -97,7 +97,7 @@ def plan(
         evaluate: Evaluate = trials.evaluate
         if resume is not None:
             evaluate = State.open(Path(resume), job, facts, spec).around(evaluate, told)
-        moves, unfit = applicable(facts, LEVELS[allow], baseline, only=only, without=without)
+        moves, unfit = applicable(facts, allow, baseline, only=only, without=without)
         search = Search(
             baseline=baseline,
             memory_bytes=spec.memory_bytes,
@@ -211,7 +211,7 @@ def smallest_gpu(trials: Trials, trial: Trial) -> GPUSpec | None:
     generation = (8, 0) if measured.gpu.compute_capability >= "8" else (7, 5)  # bf16 or not
     enough = [g for g in all_gpus() if g.memory_bytes >= demand and g.compute_capability >= generation]
     nearest = sorted(enough, key=lambda g: g.memory_bytes)[:TRIES]
-    if nearest and nearest[0].key == measured.gpu.key and trial.fits:
+    if nearest and nearest[0].name == measured.gpu.name and trial.fits:
         return nearest[0]
     return next((spec for spec, fits in zip(nearest, trials.fit(trial.candidate, nearest), strict=True) if fits), None)
 

@@ -2,7 +2,8 @@
 
 Every technique that makes sense is first tried alone. What each does to the step time and to each category of the peak
 gives a guess of what sets of them would do, and the sets are tried in the order of their guessed times, the first that
-fits ending the search at its level of fidelity. The order does not depend on the GPU's memory, and what is left out
+fits ending the search at its level of fidelity. The next level is opened where nothing fits, or only what is so slow
+that less fidelity could be worth it. The order does not depend on the GPU's memory, and what is left out
 because it could not fit is less with more memory: so more memory never leads to a slower plan, as far as the guesses of
 time hold. A guess is never an answer: only what ran is.
 """
@@ -16,9 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 from oomproof.measure.measurement import Breakdown
-from oomproof.plan.candidate import AS_FAST, LEVELS, Candidate, Trial, best
+from oomproof.plan.candidate import AS_FAST, LEVELS, WORTH, Candidate, Trial, best, price
 from oomproof.plan.facts import Facts
-from oomproof.plan.technique import Change, Technique, conflict, techniques
+from oomproof.plan.technique import FIDELITIES, Change, Technique, conflict, techniques
 
 #: Runs candidates, several at a time where there is room, and yields what each showed as it comes.
 Evaluate = Callable[[Sequence[Candidate]], Iterator[Trial]]
@@ -90,7 +91,7 @@ class Found:
 
 def applicable(
     facts: Facts,
-    allow: int,
+    allow: str,
     baseline: Trial | None = None,
     *,
     only: Sequence[str] = (),
@@ -108,11 +109,11 @@ def applicable(
             unfit.append((technique.name, reason))
             continue
         for options in technique.variants(facts):
-            level = LEVELS[technique.fidelity_of(options)]
-            if level > allow:
-                unfit.append((technique.name, "it changes what is computed; --allow names how far a plan may go"))
+            fidelity = technique.fidelity_of(options)
+            if FIDELITIES.index(fidelity) > FIDELITIES.index(allow):
+                unfit.append((technique.name, f"it is {fidelity}; --allow {fidelity} lets a plan go so far"))
                 break
-            moves.append((level, technique.rank, Change(technique.name, options)))
+            moves.append((LEVELS[fidelity], technique.rank, Change(technique.name, options)))
     moves.sort(key=lambda move: move[:2])
     return [change for *_, change in moves], unfit
 
@@ -165,9 +166,10 @@ class Search:
         """Try candidates until the cheapest that fits is known, or the budget is used up."""
         if not self._baseline.fits:
             for level in range(self._allow + 1):
+                found = self._best()
+                if found is not None and found.price <= WORTH**level and not self._explore:
+                    break  # no plan of this level costs less
                 self._try_level(level)
-                if self._best() is not None and not self._explore:
-                    break
         if self._explore:
             self._try_rest()
         trials = list(self._trials.values())
@@ -186,7 +188,7 @@ class Search:
         guesses = [g for g in guesses if g.candidate.level == level or level == 0]
         guesses.sort(key=lambda g: (g.time, len(g.candidate.changes), g.candidate.key))
         self._first_that_fits([g for g in guesses if g.peak_bytes <= self._memory * SLACK])
-        if self._refine is not None:
+        if self._refine is not None and self._budget.left():
             self._take(self._refine(self._best(), level))
         if self._best() is None:
             self._try([c for c in self._singles(slow=True) if c.level == level])
@@ -225,13 +227,19 @@ class Search:
         """Try sets in the order of their guessed times until none could be faster than the best that fits."""
         ahead = [g for g in guesses if g.candidate.key not in self._trials]
         while self._budget.left():
-            found = self._best()
-            limit = found.expected_time * FASTER if found is not None else math.inf
-            batch = [g.candidate for g in ahead[:AT_ONCE] if g.time < limit]
+            batch = [g.candidate for g in ahead[:AT_ONCE] if self._could_win(g)]
             if not batch:
                 return
             self._try(batch)
             ahead = ahead[AT_ONCE:]
+
+    def _could_win(self, guess: Guess) -> bool:
+        found = self._best()
+        if found is None:
+            return True
+        if guess.candidate.level == found.candidate.level:
+            return guess.time < found.expected_time * FASTER
+        return price(guess.candidate.level, guess.time) < found.price
 
     def _try(self, candidates: Sequence[Candidate]) -> None:
         fresh = [c for c in candidates if c.key not in self._trials]
@@ -244,6 +252,8 @@ class Search:
         for trial in trials:
             self._budget.used += 1
             self._trials[trial.candidate.key] = trial
+            if not self._budget.left():
+                return
 
 
 class Guess:

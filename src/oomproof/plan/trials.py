@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from oomproof.api import Job
 from oomproof.bench import Bench, Done, Request
@@ -33,11 +33,16 @@ PATIENCE = 20
 LEAST_SECONDS = 120.0
 
 
+#: Where a script ends before the step after the measured ones, in which work is counted, so many runs of fewer
+#: measured steps are made for it: compiled code needs a step of its own before that.
+RECOUNTS = 2
+
+
 class Tag(NamedTuple):
-    """Which run of which candidate an answer is of."""
+    """Which run of which candidate an answer is of, and what that run is for."""
 
     candidate: Candidate
-    unlimited: bool
+    purpose: Literal["demand", "work", "memory"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +115,7 @@ class Trials:
         """Return whether a candidate runs on the memory of each of these GPUs."""
         fits = dict.fromkeys(range(len(specs)), False)
         for place, spec in enumerate(specs):
-            self._submit(candidate, unlimited=False, gpu=spec, tag=place)
+            self._request(candidate, replace(self._job.settings, gpu=spec), place)
         for done in self._bench.results():
             if done.outcome is not None and isinstance(done.request.tag, int):
                 ended = [f["ended"] for f in done.outcome.findings if f["used_gpu"]]
@@ -128,19 +133,34 @@ class Trials:
         """Run each without limit; on the GPU's memory too where giving back the cache could make it fit."""
         first: dict[str, Ran] = {}
         for candidate in candidates:
-            self._submit(candidate, unlimited=True, survey=survey, blocks=blocks)
+            self._submit(Tag(candidate, "demand"), survey=survey, blocks=blocks)
         for done in self._bench.results():
             assert isinstance(done.request.tag, Tag)
-            candidate, unlimited = done.request.tag
-            if unlimited:
-                ran = self._judge(candidate, done)
-                if self._could_fit(ran.trial) and not blocks:
-                    first[candidate.key] = ran
-                    self._submit(candidate, unlimited=False)
-                else:
-                    yield ran
-            else:
+            candidate, purpose = done.request.tag
+            if purpose == "memory":
                 yield self._on_own_memory(first.pop(candidate.key), done)
+                continue
+            if purpose == "demand":
+                ran = self._judge(candidate, done)
+            else:
+                ran = self._with_work(first.pop(candidate.key), done)
+            fewer = self._steps_before_the_last(ran, done.request.settings.steps)
+            if fewer:
+                first[candidate.key] = ran
+                self._submit(Tag(candidate, "work"), steps=fewer)
+            elif self._could_fit(ran.trial) and not blocks:
+                first[candidate.key] = ran
+                self._submit(Tag(candidate, "memory"))
+            else:
+                yield ran
+
+    def _steps_before_the_last(self, ran: Ran, steps: int | None) -> int:
+        """Return how many steps to measure so that one is left in which work can be counted; 0 for no such run."""
+        measured = ran.trial.measurement
+        if ran.work is not None or measured is None or ran.trial.verdict not in ("fits", "does-not-fit"):
+            return 0
+        fewer = min(steps or measured.steps, measured.steps) - 1
+        return fewer if fewer >= measured.steps - RECOUNTS else 0
 
     def _could_fit(self, trial: Trial) -> bool:
         """Return whether a run that would take too much could still go on by giving back what is cached."""
@@ -150,25 +170,19 @@ class Trials:
         needed = measured.demand.device_bytes - measured.demand.reserved_bytes + measured.demand.allocated_bytes
         return needed <= measured.gpu.memory_bytes
 
-    def _submit(
-        self,
-        candidate: Candidate,
-        *,
-        unlimited: bool,
-        survey: bool = False,
-        blocks: bool = False,
-        gpu: GPUSpec | None = None,
-        tag: int | None = None,
-    ) -> None:
+    def _submit(self, tag: Tag, *, survey: bool = False, blocks: bool = False, steps: int | None = None) -> None:
         settings = replace(
             self._job.settings,
-            gpu=gpu or self._job.settings.gpu,
-            changes=tuple(change.to_json() for change in candidate.changes),
-            unlimited=unlimited,
+            unlimited=tag.purpose != "memory",
             survey=survey,
             survey_blocks=blocks,
-            meter=tag is None,
+            steps=steps or self._job.settings.steps,
+            meter=tag.purpose != "memory",
         )
+        self._request(tag.candidate, settings, tag)
+
+    def _request(self, candidate: Candidate, settings: launch.Settings, tag: Tag | int) -> None:
+        settings = replace(settings, changes=tuple(change.to_json() for change in candidate.changes))
         size = world_size(candidate.changes) or self._job.world_size
         if size is not None:
             local = self._job.settings.gpu_count if self._job.world_size else size
@@ -176,11 +190,7 @@ class Trials:
             settings = replace(settings, world=place, gpu_count=local)
         env = environment(candidate.changes, os.environ if self._job.env is None else self._job.env)
         limit = max(LEAST_SECONDS, PATIENCE * self._seconds) if self._seconds else None
-        self._bench.submit(
-            Request(
-                settings=settings, tag=Tag(candidate, unlimited) if tag is None else tag, env=env, timeout_seconds=limit
-            )
-        )
+        self._bench.submit(Request(settings=settings, tag=tag, env=env, timeout_seconds=limit))
 
     def _judge(self, candidate: Candidate, done: Done) -> Ran:
         """Return what a run without limit showed."""
@@ -201,25 +211,31 @@ class Trials:
             return Ran(trial=_failed(candidate, _why(measured, done), measured))
         if measured.demand.device_bytes > measured.gpu.memory_bytes:
             measured = replace(measured, verdict="does-not-fit")
-        work, reason = _work(outcome)
-        if work is not None:
-            work = with_paging(work, measured, max((f["managed_bytes"] for f in outcome.findings), default=0))
         trial = Trial(
             candidate=candidate,
             verdict="fits" if measured.fits else "does-not-fit",
             measurement=measured,
-            time=self._time(work, 0),
-            time_reason=reason,
             said=tuple(entry for record in outcome.changes for entry in record["said"]),
         )
         facts = next((c["facts"] for c in outcome.changes if c.get("facts")), None)
         blocks = next((c["blocks"] for c in outcome.changes if c.get("blocks")), None)
-        return Ran(
+        ran = Ran(
             trial=trial,
             facts=Facts.from_json(facts) if facts else None,
-            work=work,
             blocks=Survey.from_dict(blocks) if blocks else None,
         )
+        return self._with_work(ran, done)
+
+    def _with_work(self, ran: Ran, done: Done) -> Ran:
+        """Return a run without limit with the work that it, or another of fewer measured steps, counted."""
+        measured = ran.trial.measurement
+        assert measured is not None
+        if done.outcome is None:
+            return ran
+        work, reason = _work(done.outcome)
+        if work is not None:
+            work = with_paging(work, measured, max((f["managed_bytes"] for f in done.outcome.findings), default=0))
+        return replace(ran, work=work, trial=replace(ran.trial, time=self._time(work, 0), time_reason=reason))
 
     def _on_own_memory(self, ran: Ran, done: Done) -> Ran:
         """Return what a run on the GPU's memory adds to one without limit: whether it fits, and how often it tried."""

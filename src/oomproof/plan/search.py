@@ -181,34 +181,34 @@ class Search:
         )
 
     def _try_level(self, level: int) -> None:
-        singles = self._singles(slow=False)
-        self._try([c for c in singles if c.level == level])
-        useful = [c.changes[0] for c in singles if c.level <= level and self._is_useful(c)]
-        guesses = [self._guess(changes) for changes in _sets(useful)]
-        guesses = [g for g in guesses if g.candidate.level == level or level == 0]
-        guesses.sort(key=lambda g: (g.time, len(g.candidate.changes), g.candidate.key))
-        self._first_that_fits([g for g in guesses if g.peak_bytes <= self._memory * SLACK])
-        if self._refine is not None and self._budget.left():
-            self._take(self._refine(self._best(), level))
-        if self._best() is None:
-            self._try([c for c in self._singles(slow=True) if c.level == level])
-        if self._best() is None:
-            rest = sorted(guesses, key=lambda g: (g.peak_bytes, g.time))
-            self._try([g.candidate for g in rest[:CLOSEST]])
+        for slow in (False, True):
+            self._try([c for c in self._singles(slow=slow) if c.level == level])
+            guesses = [g for g in self._guesses(level) if g.candidate.level == level]
+            self._first_that_fits([g for g in guesses if g.peak_bytes <= self._memory * SLACK])
+            if not slow and self._refine is not None and self._budget.left():
+                self._take(self._refine(self._best(), level))
+            if self._best() is not None:
+                return
+        closest = sorted(guesses, key=lambda g: (g.peak_bytes, g.time))
+        self._try([g.candidate for g in closest[:CLOSEST]])
 
     def _try_rest(self) -> None:
         """Try sets of all changes in the order of their guessed times until the budget is used up."""
-        singles = self._singles(slow=False)
-        self._try(singles)
-        useful = [c.changes[0] for c in singles if self._is_useful(c)]
-        guesses = sorted((self._guess(changes) for changes in _sets(useful)), key=lambda g: g.time)
-        self._try([g.candidate for g in guesses])
+        self._try(self._singles(slow=False))
+        self._try([g.candidate for g in self._guesses(self._allow)])
+
+    def _guesses(self, level: int) -> list[Guess]:
+        """Return what sets of changes that are useful alone would do, the fastest first; none less faithful."""
+        singles = (*self._singles(slow=False), *self._singles(slow=True))
+        useful = [c.changes[0] for c in singles if c.level <= level and self._is_useful(c)]
+        guesses = [self._guess(changes) for changes in _sets(useful)]
+        return sorted(guesses, key=lambda g: (g.time, len(g.candidate.changes), g.candidate.key))
 
     def _best(self) -> Trial | None:
         return best(list(self._trials.values()))
 
     def _singles(self, *, slow: bool) -> list[Candidate]:
-        moves = [move for move in self._moves if move.technique.slow_to_try == slow]
+        moves = [move for move in self._moves if move.technique.slow_to_try(move.options) == slow]
         return [Candidate(changes=(move,), by_hand=self._by_hand(move)) for move in moves]
 
     def _guess(self, changes: tuple[Change, ...]) -> Guess:

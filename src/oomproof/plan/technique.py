@@ -69,7 +69,6 @@ class Technique:
     extra: str = ""
     excludes: frozenset[str] = frozenset()
     rank: int = 50
-    slow_to_try: bool = False  # minutes, where others take seconds: tried where nothing else does
     proposal_only: bool = False  # the real run is the person's to change; the phantom shows what it would save
 
     def shown(self, options: Options) -> str:
@@ -91,6 +90,10 @@ class Technique:
     def environment(self, options: Options, base: Mapping[str, str]) -> dict[str, str]:
         """Return the environment variables to set before the script's process starts."""
         return {}
+
+    def slow_to_try(self, options: Options) -> bool:
+        """Return whether a run takes ten times as long as others: it is tried where nothing else does."""
+        return False
 
     def world_size(self, options: Options) -> int | None:
         """Return how many GPUs the script is to run on, one process each; None where it stays one process."""

@@ -23,12 +23,14 @@ class CompileBudget(Technique):
     title = "compile the model, with a budget for the activations that are kept"
     fidelity = "equal"
     lowers = ("activation", "temporary")
-    slow_to_try = True
     keeps = "parameters, gradients and optimizer states; and what is computed where the compiler breaks the graph"
     rests_on = "torch.compile and torch._functorch.config.activation_memory_budget"
     source = "https://pytorch.org/blog/activation-checkpointing-techniques/"
     excludes = frozenset(("checkpoint-blocks", "checkpoint-selective", "offload-activations", "chunked-cross-entropy"))
     rank = 40
+
+    def slow_to_try(self, options: Options) -> bool:
+        return True
 
     def unfit(self, facts: Facts) -> str | None:
         if "compile" in facts.uses:

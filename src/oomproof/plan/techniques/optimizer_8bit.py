@@ -51,6 +51,9 @@ class Optimizer8bit(ReplaceOptimizer):
         if "torchao" in facts.packages:
             yield {"library": "torchao", "bits": 4}
 
+    def slow_to_try(self, options: Options) -> bool:
+        return options.get("bits") == 4  # its step is compiled, and there is one of 8 bits
+
     def caution(self, facts: Facts, options: Options) -> str | None:
         compiled = " The first step compiles a kernel for each shape of parameter." if _is_torchao(options) else ""
         return CHECKPOINTS + compiled

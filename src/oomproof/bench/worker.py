@@ -37,7 +37,7 @@ class Program:
 class Worker:
     """Runs requests, from warm processes where it can. Its methods may be called from several threads."""
 
-    def __init__(self, program: Program, *, warm: bool = True, most_servers: int = 3) -> None:
+    def __init__(self, program: Program, *, warm: bool = True, most_servers: int = 4) -> None:
         self._program = program
         self._servers = Servers(most_servers) if warm else None
         self._kept: list[Runner] = []

@@ -63,6 +63,7 @@ class Settings:
     survey_blocks: bool = False  # and what each of its model's repeated blocks takes
     world: World | None = None  # None: the world is the processes that the command starts
     list_modules: bool = False  # say which modules were imported, for a warm process
+    preload: tuple[str, ...] = ()  # what a warm process imports beside the script's libraries
 
     def to_config(self) -> dict[str, Any]:
         """Return what ``inject.bootstrap`` reads."""
@@ -86,6 +87,7 @@ class Settings:
             "meter": self.meter,
             "world": self.world.to_config() if self.world else None,
             "list_modules": self.list_modules,
+            "preload": list(self.preload),
         }
 
 

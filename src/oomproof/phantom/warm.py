@@ -191,7 +191,7 @@ class Server:
 
     def start(self) -> None:
         """Start the process and wait until it has imported everything. Raises CannotWarm."""
-        names = list(self._modules.libraries)
+        names = [*self._modules.libraries, *self._settings.preload]
         while True:
             names = [name for name in names if not name.startswith(tuple(f"{d}." for d in self.dropped))]
             names = [name for name in names if name not in self.dropped]

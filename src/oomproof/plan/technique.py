@@ -91,6 +91,11 @@ class Technique:
         """Return the environment variables to set before the script's process starts."""
         return {}
 
+    def imports(self, options: Options) -> tuple[str, ...]:
+        """Return the packages that it imports into the script's process whenever it is applied."""
+        chosen = options.get("library")
+        return self.needs if chosen is None else tuple({chosen.replace("-", "_")}.intersection(self.needs))
+
     def slow_to_try(self, options: Options) -> bool:
         """Return whether a run takes ten times as long as others: it is tried where nothing else does."""
         return False

@@ -182,7 +182,13 @@ class Trials:
         self._request(tag.candidate, settings, tag)
 
     def _request(self, candidate: Candidate, settings: launch.Settings, tag: Tag | int) -> None:
-        settings = replace(settings, changes=tuple(change.to_json() for change in candidate.changes))
+        settings = replace(
+            settings,
+            changes=tuple(change.to_json() for change in candidate.changes),
+            preload=tuple(
+                sorted({p for change in candidate.changes for p in change.technique.imports(change.options)})
+            ),
+        )
         size = world_size(candidate.changes) or self._job.world_size
         if size is not None:
             local = self._job.settings.gpu_count if self._job.world_size else size

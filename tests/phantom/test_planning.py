@@ -296,3 +296,22 @@ def test_a_script_that_ends_with_the_measured_steps_has_times_too(tmp_path: Path
     assert "more steps" in unknown.winner.time_reason
     fitting = [t for t in unknown.trials if t.fits and t.candidate.fidelity == unknown.winner.candidate.fidelity]
     assert unknown.winner.peak_bytes == max(t.peak_bytes or 0 for t in fitting)
+
+
+def test_a_choice_for_each_block_wins_where_recomputing_all_is_more_than_is_needed(program: Path, memory: int) -> None:
+    """A third of the activations has to go: recomputing some blocks costs less than all, and applies to the byte."""
+    asked = ["checkpoint-blocks", "block-actions"]
+    planned = plan([PYTHON, str(program)], gpu="t4", memory=memory, only=asked)
+    winner = planned.found.winner
+    assert winner is not None
+    assert planned.plan is not None
+    (change,) = winner.candidate.changes
+    assert change.name == "block-actions"
+    assert 0 < len(change.options["actions"]) < 6
+    everything = next(t for t in planned.found.trials if t.candidate.changes[0].name == "checkpoint-blocks")
+    assert everything.fits
+    assert winner.expected_time < everything.expected_time
+    job = api.prepare([PYTHON, str(program)], gpu="t4", memory=memory)
+    applied = rehearse(job, planned.plan.changes).measurement
+    assert applied.fits
+    assert applied.peak.allocated_bytes == planned.plan.allocated_bytes

@@ -69,7 +69,7 @@ def row(case: Case, shrink: float, demand: int, folder: Path) -> dict[str, objec
     memory = int(demand / shrink)
     started = time.monotonic()
     command = [sys.executable, *case.command]
-    planned = plan(command, gpu=case.gpu, memory=memory, candidates=24, seconds=60, cwd=folder)
+    planned = plan(command, gpu=case.gpu, memory=memory, seconds=240, cwd=folder)
     seconds = time.monotonic() - started
     found = planned.found
     line: dict[str, object] = {

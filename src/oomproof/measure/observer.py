@@ -484,9 +484,7 @@ class Observer:
             "snapshot": snapshot_path,
             "profile": profile_path,
             "work": None,
-            "no_work": "the script ended before a whole step could be counted; let it make more steps"
-            if self.config["meter"]
-            else None,
+            "no_work": TOO_FEW_STEPS if self.config["meter"] else None,
             "seconds": time.perf_counter() - self.started,
         }
         if not self.per_step:

@@ -208,7 +208,7 @@ def smallest_gpu(trials: Trials, trial: Trial) -> GPUSpec | None:
     demand, measured = trial.peak_bytes, trial.measurement
     if demand is None or measured is None:
         return None
-    generation = (8, 0) if measured.gpu.compute_capability >= "8" else (7, 5)  # bf16 or not
+    generation = (8, 0) if float(measured.gpu.compute_capability) >= 8 else (7, 5)  # bf16 or not
     enough = [g for g in all_gpus() if g.memory_bytes >= demand and g.compute_capability >= generation]
     nearest = sorted(enough, key=lambda g: g.memory_bytes)[:TRIES]
     if nearest and nearest[0].name == measured.gpu.name and trial.fits:

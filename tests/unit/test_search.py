@@ -186,6 +186,21 @@ def test_what_is_less_faithful_than_allowed_is_not_tried() -> None:
     assert any(name == "micro-batch" and "--allow equal" in reason for name, reason in unfit)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_change_is_in_a_plan_for_nothing(seed: int) -> None:
+    """Without any one of them it does not fit, or is slower, or less faithful: that was tried."""
+    world = World(seed)
+    for memory in world.too_small():
+        world.ran.clear()
+        winner = world.search(memory).winner
+        if winner is not None and len(winner.candidate.changes) > 1:
+            for change in winner.candidate.changes:
+                fewer = Candidate(changes=tuple(c for c in winner.candidate.changes if c is not change))
+                assert fewer.key in {c.key for c in world.ran}
+                trial = world.trial(fewer, memory)
+                assert not trial.fits or trial.expected_time * TOLD > winner.expected_time
+
+
 def test_nothing_is_run_where_it_fits_as_it_is() -> None:
     world = World(0)
     found = world.search(100 * GIB)

@@ -170,6 +170,7 @@ class Search:
                 if found is not None and found.price <= WORTH**level and not self._explore:
                     break  # no plan of this level costs less
                 self._try_level(level)
+            self._leave_out()
         if self._explore:
             self._try_rest()
         trials = list(self._trials.values())
@@ -191,6 +192,13 @@ class Search:
                 return
         closest = sorted(guesses, key=lambda g: (g.peak_bytes, g.time))
         self._try([g.candidate for g in closest[:CLOSEST]])
+
+    def _leave_out(self) -> None:
+        """Try the best without each of its changes, so that none is in it for nothing."""
+        before = None
+        while (found := self._best()) is not before and found is not None and len(found.candidate.changes) > 1:
+            before, changes = found, found.candidate.changes
+            self._try([Candidate(changes=tuple(c for c in changes if c is not change)) for change in changes])
 
     def _try_rest(self) -> None:
         """Try sets of all changes in the order of their guessed times until the budget is used up."""

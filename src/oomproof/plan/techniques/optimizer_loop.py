@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from oomproof.plan.optimizers import is_torch
+from oomproof.plan.optimizers import STATES, is_torch
 from oomproof.plan.technique import Options, Technique
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class OptimizerImplementation(Technique):
     keeps = "the optimizer's states; and nothing where the peak is in the backward pass"
     rests_on = "torch.optim.AdamW(fused=True) and foreach=False"
     source = "https://docs.pytorch.org/docs/stable/optim.html"
+    excludes = STATES - {"optimizer-bf16-states", "sgd"}  # the others bring a step of their own
     rank = 10
 
     def fidelity_of(self, options: Options) -> str:

@@ -15,7 +15,7 @@ from oomproof.report import lists, sections
 from oomproof.report.bars import glyphs_for
 from oomproof.report.sections import Fault, Section, View
 from oomproof.report.verdict import headline
-from oomproof.report.words import is_untouched, next_command, plural
+from oomproof.report.words import is_untouched, next_command, plural, verbatim
 
 LABEL_WIDTH = 11
 MAX_WIDTH = 110  # longer lines are harder to read
@@ -61,7 +61,7 @@ class Report:
             yield from stripped(line)
             yield Segment.line()
         # on one line, whatever its length: the terminal wraps it, and it can be copied
-        yield Text(f"  {view.clean(after.command)}", "bold", no_wrap=True, overflow="ignore")
+        yield Text(f"  {verbatim(after.command, view.encoding)}", "bold", no_wrap=True, overflow="ignore")
 
     def _blocks(self, view: View) -> Iterator[RenderableType]:
         head = headline(self.measurement)

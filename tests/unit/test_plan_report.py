@@ -295,8 +295,9 @@ def test_a_saved_plan_is_applied() -> None:
 def test_where_nothing_fits_the_next_command_is_another() -> None:
     """It looks for longer, allows more or takes another GPU; never the same once more."""
     nothing = planned(trial((CUT,), 19 * GIB))
-    assert "--allow changes-model" in after(nothing, None, {"--only": "micro-batch"}).command
-    assert "--only micro-batch" in after(nothing, None, {"--only": "micro-batch"}).command
+    everything = after(nothing, None, {"--gpu": "t4", "--only": "micro-batch", "--without": "lora", "--steps": "5"})
+    assert everything.command.startswith("oomproof plan --gpu t4 --steps 5 -- ")
+    assert "--steps 5 --allow changes-model" in after(nothing, None, {"--steps": "5"}).command
     most: dict[str, str | None] = {"--allow": "changes-model", "--steps": "5"}
     assert "--gpus 2" in after(nothing, None, most).command
     on_larger = after(replace(nothing, smallest=replace(T4, key="l4")), None, {**most, "--memory": "2GiB"}).command

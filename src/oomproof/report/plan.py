@@ -95,7 +95,9 @@ def _section(sheet: Sheet, label: str, lines: Sequence[str]) -> Iterator[Text]:
         return
     yield Text()
     for place, line in enumerate(lines):
-        for part, piece in enumerate(textwrap.wrap(sheet.clean(line), sheet.width - 14) or [""]):
+        for part, piece in enumerate(
+            textwrap.wrap(sheet.clean(line), sheet.width - 14, break_on_hyphens=False) or [""]
+        ):
             head = label.ljust(12) if place == 0 and part == 0 else " " * (14 if part else 12)
             yield Text.assemble((head, "bold"), piece)
 

@@ -54,6 +54,9 @@ def _nothing_fits(planned: Planned, given: dict[str, str | None], command: Seque
         given["--candidates"] = str(MORE * int(given.get("--candidates") or CANDIDATES))
         given["--seconds"] = f"{MORE * float(given.get('--seconds') or SECONDS):g}"
         return NextCommand(reason="look for longer", command=line("plan", words(given), command))
+    if {"--only", "--without"} & given.keys():
+        rest = {name: value for name, value in given.items() if name not in ("--only", "--without")}
+        return NextCommand(reason="see what other techniques would do", command=line("plan", words(rest), command))
     if given.get("--allow") != "changes-model":
         given["--allow"] = "changes-model"
         return NextCommand(reason="see whether another model would fit", command=line("plan", words(given), command))

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from measurement_samples import fitting
 
 from oomproof import cli
 from oomproof.cli.run import Progress, exit_code, larger_gpu, parse_steps
@@ -220,3 +221,17 @@ def test_what_was_typed_for_plan_is_typed_again(monkeypatch: pytest.MonkeyPatch,
     assert call(monkeypatch, "plan", *given.split(), "--", script) == 64
     typed = " ".join(word for pair in seen.items() for word in pair if word is not None)
     assert sorted(typed.split()) == sorted(given.split())
+
+
+def test_after_a_rehearsal_the_plan_is_kept() -> None:
+    """What is proposed has the plan, or makes another for the same GPU."""
+    options, command = ["--gpu", "t4", "--memory", "4GiB"], ["train.py", "a  b"]
+    applied = [
+        cli.apply._after(fitting(verdict=verdict), "my plan.toml", options, command).command
+        for verdict in ("fits", "does-not-fit", "unknown")
+    ]
+    assert applied == [
+        "oomproof apply 'my plan.toml' -- train.py 'a  b'",
+        "oomproof plan --gpu t4 --memory 4GiB -- train.py 'a  b'",
+        "oomproof apply --phantom t4 --memory 4GiB 'my plan.toml' -- train.py 'a  b'",
+    ]

@@ -31,6 +31,7 @@ from oomproof.plan.technique import Change, techniques
 from oomproof.report import plan as report
 from oomproof.report.plan_code import code
 from oomproof.report.plan_next import after
+from oomproof.report.plan_page import page
 from oomproof.report.plan_table import broken
 from oomproof.report.sheet import print_sheet
 from oomproof.report.verdict import headline
@@ -156,6 +157,15 @@ def test_a_plan_has_the_verdict_that_run_has(measured: object) -> None:
     baseline = replace(trial((), 9 * GIB), measurement=measured)
     assert report.headline(planned(baseline=baseline)).plain.startswith(f" FITS AS IT IS{how} ")
     assert any("only just" in line for line in report.mind(planned(winner)))
+
+
+def test_where_nothing_fits_what_only_a_person_can_change_is_not_said_to_be_missing_memory() -> None:
+    by_hand = trial((Change("drop-outputs"),), 9 * GIB)
+    by_hand = replace(by_hand, candidate=replace(by_hand.candidate, by_hand=True))
+    nothing = planned(by_hand)
+    head = report.headline(replace(nothing, plan=None, found=replace(nothing.found, winner=None))).plain
+    assert head.endswith("takes 9.00 GiB of 14.56 GiB on Tesla T4: only you can make this change")
+    assert report.headline(planned(trial((CUT,), 19 * GIB))).plain.endswith("4.44 GiB are missing")
 
 
 def test_a_plan_without_reservation_just_fits() -> None:
@@ -310,3 +320,14 @@ def test_a_plan_made_in_python_names_its_memory() -> None:
     less = replace(T4, memory_bytes=4 * GIB)
     assert f"--gpu t4 --memory {4 * GIB}" in after(replace(planned(*SETS), gpu=less), None).command
     assert "--memory" not in after(planned(*SETS), None).command
+
+
+# ---- the page ----------------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_numbers_ranges_and_options_of_the_terminal() -> None:
+    tight = trial((CHECKPOINT,), 15 * GIB, 1.1, verdict="fits", measurement=with_retries(15 * GIB))
+    shown = page(planned(*SETS[:2], tight), "code", None, OPTIONS)
+    assert re.search(r"<tr><td>3</td><td>micro-batch\(parts=4\)</td>.*?1.03 x \(1.01 to 1.08\)", shown)
+    assert "<td>by retries</td>" in shown
+    assert "--memory 4GiB --gpus 2" in shown

@@ -12,13 +12,16 @@ import typer
 from rich.console import Console
 
 from oomproof import api
-from oomproof.cli.run import Progress, chosen_gpu, exit_code, parse_steps
+from oomproof.cli.run import Progress, chosen_gpu, exit_code, parse_steps, typed_options
 from oomproof.errors import EXIT_FAILED, EXIT_FITS, EXIT_INTERRUPTED, PlanError, UsageError
+from oomproof.measure.measurement import Measurement
 from oomproof.plan import applying
 from oomproof.plan.document import Plan, read_plan
 from oomproof.plan.planning import rehearse
 from oomproof.report.json_output import to_json_text
+from oomproof.report.plan_next import line
 from oomproof.report.terminal import print_report
+from oomproof.report.words import NextCommand
 
 EPILOG = (
     "Exit codes: 0 done (--phantom: it fits), 1 the tool or the script failed, 2 --phantom: it does not fit, 64 wrong "
@@ -50,18 +53,14 @@ def main(
     if gpu is not None:
         here = replace(here, gpus=None, gpu=job.settings.gpu.name)
     wrong, other = applying.differences(made, command, here)
-    for line in other:
-        print(f"oomproof: {line}", file=sys.stderr)
+    for what in other:
+        print(f"oomproof: {what}", file=sys.stderr)
     if wrong and not anyway:
         raise PlanError(f"{'; '.join(wrong)} (--anyway applies it all the same)")
     if gpu is None:
         code = applying.apply(made, command)
         interrupted = code in (-signal.SIGINT, EXIT_INTERRUPTED)
         raise typer.Exit(EXIT_INTERRUPTED if interrupted else EXIT_FAILED if code else EXIT_FITS)
-    _rehearse(made, job, json=json, quiet=quiet, steps=steps)
-
-
-def _rehearse(made: Plan, job: api.Job, *, json: bool, quiet: bool, steps: str) -> None:
     result = rehearse(job, made.changes, quiet=quiet, on_step=Progress(steps), stdout=sys.stderr if json else None)
     measured = result.measurement
     for record in result.limited.changes:
@@ -70,19 +69,31 @@ def _rehearse(made: Plan, job: api.Job, *, json: bool, quiet: bool, steps: str) 
     if json:
         sys.stdout.write(to_json_text(measured))
     else:
-        print_report(measured, Console())
-    as_planned = (made.gpu_memory_bytes, made.torch) == (job.settings.gpu.memory_bytes, measured.torch.version)
-    if as_planned:
-        now = (measured.peak.allocated_bytes, measured.peak.reserved_bytes)
-        same = now == (made.allocated_bytes, made.reserved_bytes)
-        print(
-            "oomproof: the peak is the plan's, to the byte"
-            if same
-            else "oomproof: the peak is not the plan's: "
-            f"{made.allocated_bytes:,} allocated and {made.reserved_bytes:,} reserved were proved",
-            file=sys.stderr,
-        )
+        options = typed_options(gpu=phantom, gpu_file=gpu_file, memory=memory)
+        print_report(measured, Console(), after=_after(measured, str(plan), options, command))
     if result.interrupted:
         print("oomproof: interrupted; the command's processes have ended", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED)
+    if not other and (made.gpu_memory_bytes, made.steps) == (job.settings.gpu.memory_bytes, measured.steps):
+        print(f"oomproof: {_compared(made, measured)}", file=sys.stderr)
     raise typer.Exit(exit_code(measured))
+
+
+def _compared(made: Plan, measured: Measurement) -> str:
+    """Return whether the peak is the one that proved the plan, where it was made for the same."""
+    if (measured.peak.allocated_bytes, measured.peak.reserved_bytes) == (made.allocated_bytes, made.reserved_bytes):
+        return "the peak is the plan's, to the byte"
+    proved = f"{made.allocated_bytes:,} allocated and {made.reserved_bytes:,} reserved were proved"
+    return f"the peak is not the plan's: {proved}"
+
+
+def _after(measured: Measurement, plan: str, options: list[str], command: list[str]) -> NextCommand:
+    """Return the next command: a run would know nothing of the plan."""
+    if measured.verdict == "fits":
+        return NextCommand(reason="train with it", command=line("apply", [plan], command))
+    if measured.verdict == "does-not-fit":
+        return NextCommand(reason="plan again for this GPU", command=line("plan", options, command))
+    words = ["--phantom" if word == "--gpu" else word for word in options]
+    return NextCommand(
+        reason=f"the script {measured.ended}: see why, then", command=line("apply", [*words, plan], command)
+    )

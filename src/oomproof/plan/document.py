@@ -174,6 +174,7 @@ def _check_options(changes: Sequence[Change], where: str) -> None:
             technique.fidelity_of(change.options)
             technique.world_size(change.options)
             technique.environment(change.options, {})
+            technique.imports(change.options)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(
                 f"{where} is damaged: the options of {change.name} cannot be read "

@@ -2,7 +2,8 @@
 
     OomproofError                1   the tool failed
     ├── UsageError              64   what the person asked for cannot be right
-    │   └── UnknownGPUError     64
+    │   ├── UnknownGPUError     64
+    │   └── PlanError           64   a plan cannot be applied: damaged, of another version, or not on this machine
     ├── EnvironmentMissingError  1   this machine lacks something (torch, a compiler, room on disk)
     │   └── BuildError           1   the stand-ins could not be compiled
     ├── ScriptError              1   the script itself failed or never used what was to be measured
@@ -38,6 +39,10 @@ class UsageError(OomproofError):
 
 class UnknownGPUError(UsageError):
     """No GPU of that name is in the catalogue; the message suggests the nearest names."""
+
+
+class PlanError(UsageError):
+    """A plan is damaged, names what this version does not know, or cannot be applied on this machine."""
 
 
 class EnvironmentMissingError(OomproofError):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from measurement_samples import fitting
 
 from oomproof import cli
 from oomproof.cli.run import Progress, exit_code, larger_gpu, parse_steps
@@ -56,6 +58,18 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (["run", "--", "b.py"], "b.py"),
         (["run", "--", "no-such-program"], "no-such-program"),
         (["run", "--no-such-option", "--", "a.py"], "No such option"),
+        (["plan", "--resume", "x", "--resume=y", "--", "a.py"], "--resume is given 2 times; give it once"),
+        (["plan", "-o", "x", "--output", "y", "--", "a.py"], "--output is given 2 times"),
+        (["plan", "--gpu", "t4", "a.py"], "write -- before the command"),
+        (["plan", "a.py", "--gpu", "t4"], "oomproof plan [OPTIONS] -- python train.py"),
+        (["plan", "--"], "ommand"),
+        (["apply", "p.toml", "a.py"], "oomproof apply [OPTIONS] PLAN -- python train.py"),
+        (["apply", "p.toml", "--phantom", "t4", "--", "a.py"], "options before that"),
+        (["apply", "p.toml", "--"], "write -- before the command"),
+        (["apply", "p.toml"], "ommand"),
+        (["apply", "--phantom", "t4", "--phantom", "a100", "p.toml", "--", "a.py"], "--phantom is given 2 times"),
+        (["apply", "--phantom", "t4", "--gpu-file", "x.toml", "a.py", "--", "a.py"], "a.py is no plan"),
+        (["apply", "p.toml", "--", "a.py"], "cannot read p.toml"),
         (["no-such-verb"], "No such command"),
         (["gpus", "rtx-999"], "rtx"),
     ],
@@ -189,3 +203,35 @@ def test_a_large_world_without_a_step_is_told_of(capsys: pytest.CaptureFixture[s
     capsys.readouterr()
     progress.still_waiting(20_000)
     assert capsys.readouterr().err == ""
+
+
+def test_what_was_typed_for_plan_is_typed_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str) -> None:
+    """Options with their default are left out, flags have no value."""
+    seen = {}
+
+    def after(planned: object, saved: object, options: dict[str, str | None]) -> object:
+        seen.update(options)
+        raise UsageError("that was it")
+
+    monkeypatch.setattr(cli.plan, "plan", lambda *_, **__: SimpleNamespace(plan=None))
+    monkeypatch.setattr(cli.plan, "after", after)
+    given = (
+        "--memory 4GiB --only a,b --without c --allow equal --gpus 2 --steps 4 --resume r.jsonl --seconds 90 --explore"
+    )
+    assert call(monkeypatch, "plan", *given.split(), "--", script) == 64
+    typed = " ".join(word for pair in seen.items() for word in pair if word is not None)
+    assert sorted(typed.split()) == sorted(given.split())
+
+
+def test_after_a_rehearsal_the_plan_is_kept() -> None:
+    """What is proposed has the plan, or makes another for the same GPU."""
+    options, command = ["--gpu", "t4", "--memory", "4GiB"], ["train.py", "a  b"]
+    applied = [
+        cli.apply._after(fitting(verdict=verdict), "my plan.toml", options, command).command
+        for verdict in ("fits", "does-not-fit", "unknown")
+    ]
+    assert applied == [
+        "oomproof apply 'my plan.toml' -- train.py 'a  b'",
+        "oomproof plan --gpu t4 --memory 4GiB -- train.py 'a  b'",
+        "oomproof apply --phantom t4 --memory 4GiB 'my plan.toml' -- train.py 'a  b'",
+    ]

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import io
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from measurement_samples import fitting
+from rich.console import Console
 
 from oomproof import api
 from oomproof.errors import UsageError
 from oomproof.gpus import get_gpu
-from oomproof.measure.measurement import Demand
+from oomproof.measure.measurement import Allocator, Demand
 from oomproof.phantom.launch import Settings
 from oomproof.plan import largest
 from oomproof.plan.largest import find_largest, value_of, with_value
+from oomproof.report import largest as report
+from oomproof.report.sheet import print_sheet
 
 MEMORY = 15 * 2**30
 
@@ -87,6 +92,82 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     found = find_largest(job("train.py", "--batch=16"), "--batch")
     assert found.answer is None
     assert min(ran) == 1
+
+
+def by_retries(monkeypatch: pytest.MonkeyPatch, easy: int, hard: int) -> list[int]:
+    """Have values up to ``easy`` fit, and those up to ``hard`` by giving back what is cached."""
+    ran: list[int] = []
+
+    def rehearse(changed: api.Job, changes: object) -> Any:
+        value = value_of(changed.words, "--batch")
+        ran.append(value)
+        size = MEMORY * value // easy
+        demand = Demand(allocated_bytes=size, reserved_bytes=size, device_bytes=size)
+        measured = replace(
+            fitting(),
+            verdict="fits" if value <= hard else "does-not-fit",
+            demand=demand,
+            allocator=Allocator(retries=2 if value > easy else 0),
+        )
+        return api.Result(measurement=measured, limited=None, unlimited=None, interrupted=False)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(largest, "rehearse", rehearse)
+    return ran
+
+
+def shown(found: largest.Largest, job: api.Job) -> str:
+    console = Console(width=200, file=io.StringIO(), color_system=None)
+    print_sheet(report.body(found, job), report.after(found, job), console)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize("start", [1, 40, 157, 500])
+def test_what_fits_by_retries_only_is_told_from_what_fits(monkeypatch: pytest.MonkeyPatch, start: int) -> None:
+    """The largest of both is found, each by runs, and no row that fits says "over"."""
+    ran = by_retries(monkeypatch, 150, 157)
+    asked = job("train.py", "--batch", str(start))
+    found = find_largest(asked, "--batch")
+    assert found.answer is not None
+    assert found.easy is not None
+    assert (found.answer.value, found.easy.value) == (157, 150)
+    assert found.settled
+    assert found.easy_settled
+    assert {150, 151, 157, 158} <= set(ran)
+    assert len(ran) == len(set(ran)) <= largest.ROUNDS + largest.MORE_ROUNDS
+    head, _, table = shown(found, asked).partition("\n\n")
+    said = " ".join(head.split())
+    assert "157 is the largest that fits Tesla T4, but only by giving back cached memory (2 retries in 3 steps)" in said
+    assert "150 is the largest that fits without it; 158 does not fit" in said
+    rows = {line.split()[0]: line for line in table.splitlines() if line[:20].strip().isdigit()}
+    assert "fits by giving back cached memory, 2 retries in 3 steps" in rows["157"]
+    assert "over" not in rows["157"]
+    assert "over" in rows["158"]
+    assert "giving back" not in rows["150"]
+    data = json.loads(report.to_json_text(found, asked))
+    assert data["answer"]["retries"] == 2
+    assert data["largest_without_retries"]["value"] == 150
+
+
+def test_where_nothing_is_given_back_nothing_more_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up(monkeypatch, SHAPES["straight"])
+    found = find_largest(job("train.py", "--batch", "8"), "--batch")
+    assert found.easy is found.answer
+    assert "giving back" not in shown(found, job("train.py", "--batch", "8"))
+
+
+def test_the_next_command_after_the_largest_keeps_options_and_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up(monkeypatch, SHAPES["straight"])
+    asked = job("train.py", "--batch", "8")
+    found = find_largest(asked, "--batch")
+    options: dict[str, str | None] = {"--gpu": "t4", "--memory": "15GiB", "--only": "x", "--steps": "5"}
+    given = "--memory 15GiB --steps 5"
+    assert report.after(found, asked, options).command == (
+        f"oomproof run --gpu t4 {given} -o FILE.oomp -- train.py --batch {found.answer.value}"  # type: ignore[union-attr]
+    )
+    with_plan = report.after(found, asked, options, Path("my plan.toml")).command
+    assert with_plan.startswith(f"oomproof apply --phantom t4 {given} 'my plan.toml' -- train.py --batch")
+    by_file = report.after(found, asked, {"--gpu-file": "g.toml"}, Path("p.toml")).command
+    assert by_file.startswith("oomproof apply --gpu-file g.toml p.toml -- ")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from oomproof.measure.profile import CATEGORIES
 from oomproof.plan.facts import BlockGroup, Facts, Loader, Model, Optimizer
 from oomproof.plan.search import EVERYTHING
-from oomproof.plan.technique import FIDELITIES, FRAMEWORKS, Change, Technique, conflict, techniques
+from oomproof.plan.technique import FIDELITIES, FRAMEWORKS, Change, Technique, conflict, in_code, techniques
 
 BLOCKS = BlockGroup("transformer.h", "Block", ("transformer.h.0", "transformer.h.1"), 1 << 20)
 
@@ -75,6 +75,30 @@ def test_its_variants_are_json_have_a_fidelity_and_code(technique: Technique) ->
         texts = [technique.code(options, framework, FACTS) for framework in FRAMEWORKS]
         assert any(texts), "there is nothing that a person could write instead"
     assert len({Change(technique.name, options).label for options in variants}) == len(variants), "labels are alike"
+
+
+@pytest.mark.parametrize("technique", ALL, ids=lambda t: t.name)
+def test_where_it_is_less_faithful_than_mostly_it_says_why(technique: Technique) -> None:
+    """And only there."""
+    uses = frozenset(("loss-other", "loss-in-batch"))
+    normed = FACTS._replace(models=(FACTS.models[0]._replace(batch_norms=2),), uses=uses)
+    for facts in (FACTS, normed, normed._replace(uses=uses | {"compile"})):
+        for options in technique.variants(facts):
+            less = FIDELITIES.index(technique.fidelity_of(options)) > FIDELITIES.index(technique.fidelity)
+            assert bool(technique.less_faithful(facts, options)) == less, options
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("", "model"),
+        ("transformer.h", "model.transformer.h"),
+        ("0.layers", "model.get_submodule('0.layers')"),
+        ("a.class", "model.get_submodule('a.class')"),
+    ],
+)
+def test_a_submodule_in_code_is_an_expression(name: str, code: str) -> None:
+    assert in_code(name) == code
 
 
 def test_no_two_techniques_disagree_about_excluding_each_other() -> None:

@@ -23,6 +23,7 @@ from oomproof.cli import (
     tree,
     triage,
 )
+from oomproof.cli.strict import Strict
 from oomproof.errors import EXIT_FAILED, EXIT_FITS, EXIT_INTERRUPTED, EXIT_USAGE, OomproofError
 
 #: Base of typer's own complaints: click's ClickException. Newer typers carry a click of their own, so it is found
@@ -38,8 +39,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run", context_settings={"allow_interspersed_args": False}, epilog=run.EPILOG)(run.main)
-app.command("plan", context_settings={"allow_interspersed_args": False}, epilog=plan.EPILOG)(plan.main)
-app.command("apply", context_settings={"allow_interspersed_args": False}, epilog=apply.EPILOG)(apply.main)
+app.command("plan", cls=Strict, context_settings={"allow_interspersed_args": False}, epilog=plan.EPILOG)(plan.main)
+app.command("apply", cls=Strict, context_settings={"allow_interspersed_args": False}, epilog=apply.EPILOG)(apply.main)
 app.command("report")(report.main)
 app.command("tree")(tree.main)
 app.command("table")(table.main)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -19,12 +20,13 @@ from oomproof.plan.planning import CANDIDATES, SECONDS, plan
 from oomproof.plan.technique import FRAMEWORKS
 from oomproof.report import largest as largest_report
 from oomproof.report import plan as report
+from oomproof.report.plan_next import after
 from oomproof.report.sheet import print_sheet
 from oomproof.units import format_bytes
 
 EPILOG = (
-    "Exit codes: 0 it fits as it is or with the plan, 1 the tool or the script failed, 2 nothing fits, 64 wrong usage. "
-    "Example: oomproof plan --gpu t4 -o plan.toml -- python train.py"
+    "Exit codes: 0 it fits as it is or with the plan, 1 the tool or the script failed, 2 nothing fits, 64 wrong usage, "
+    "130 interrupted. Example: oomproof plan --gpu t4 -o plan.toml -- python train.py"
 )
 
 
@@ -70,6 +72,24 @@ def main(
     for path in (output, html):
         if path is not None and not path.parent.is_dir():
             raise UsageError(f"there is no folder {path.parent} for {path.name}; create it first")
+    options = _typed(
+        {
+            "--gpu": gpu,
+            "--gpu-file": gpu_file,
+            "--memory": memory,
+            "--gpus": (gpus, 1),
+            "--allow": (allow, "approximate"),
+            "--only": (only, ""),
+            "--without": (without, ""),
+            "--candidates": (candidates, CANDIDATES),
+            "--seconds": (seconds, SECONDS),
+            "--explore": explore,
+            "--steps": (steps, 3),
+            "--executor": (executor, "local"),
+            "--workers": workers,
+            "--resume": resume,
+        }
+    )
     if largest is not None:
         changes = read_plan(with_plan).changes if with_plan is not None else ()
         job = api.prepare(command, gpu=chosen_gpu(gpu, gpu_file), memory=memory, steps=steps)
@@ -77,7 +97,7 @@ def main(
         if json:
             sys.stdout.write(largest_report.to_json_text(found, job))
         else:
-            print_sheet(largest_report.body(found, job), largest_report.after(found, job))
+            print_sheet(largest_report.body(found, job), largest_report.after(found, job, options, with_plan))
         raise typer.Exit(EXIT_FITS if found.answer is not None else EXIT_DOES_NOT_FIT)
     try:
         planned = plan(
@@ -111,19 +131,31 @@ def main(
         from oomproof.report.page.files import write_page
         from oomproof.report.plan_page import page
 
-        write_page(html, page(planned, emit or planned.facts.framework, saved))
+        write_page(html, page(planned, emit or planned.facts.framework, saved, options))
     if json:
         sys.stdout.write(report.to_json_text(planned))
     else:
-        print_sheet(report.body(planned, emit), report.after(planned, saved))
+        print_sheet(report.body(planned, emit), after(planned, saved, options))
     raise typer.Exit(EXIT_FITS if planned.found.winner is not None else EXIT_DOES_NOT_FIT)
 
 
 def _tell(tried: Tried) -> None:
-    verdict = "fits" if tried.fits else "does not fit"
+    verdict = "fits" if tried.fits_easily else "fits by giving back cached memory" if tried.fits else "does not fit"
     print(
         f"oomproof: {tried.value:,}: {verdict}, {format_bytes(tried.measurement.demand.device_bytes)}", file=sys.stderr
     )
+
+
+def _typed(values: Mapping[str, object]) -> dict[str, str | None]:
+    """Return the options as a person would type them, without those that have their default: None, or given beside."""
+    found: dict[str, str | None] = {}
+    for name, value in values.items():
+        value, default = value if isinstance(value, tuple) else (value, None)
+        if isinstance(value, bool):
+            found.update({name: None} if value else {})
+        elif value != default:
+            found[name] = f"{value:g}" if isinstance(value, float) else str(value)
+    return found
 
 
 def _names(text: str) -> list[str]:

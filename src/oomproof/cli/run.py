@@ -139,10 +139,10 @@ def main(
     raise typer.Exit(exit_code(measured))
 
 
-def chosen_gpu(name: str | None, file: Path | None) -> GPUSpec | str | None:
+def chosen_gpu(name: str | None, file: Path | None, option: str = "--gpu") -> GPUSpec | str | None:
     """Return the GPU that the options name. Raises UsageError when both do."""
     if name is not None and file is not None:
-        raise UsageError("--gpu and --gpu-file name two GPUs; give one of them")
+        raise UsageError(f"{option} and --gpu-file name two GPUs; give one of them")
     return load_gpu_file(file) if file is not None else name
 
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from types import FrameType
 
 from oomproof import api
-from oomproof.errors import OomproofError, UsageError
+from oomproof.errors import PlanError, UsageError
 from oomproof.measure.assemble import read_outcome
 from oomproof.phantom import launch
 from oomproof.plan.document import Plan
 from oomproof.plan.injection import EXIT_REFUSED
+from oomproof.plan.parts import Parts, command_difference
 from oomproof.units import format_bytes
 
 
@@ -37,11 +38,16 @@ class Here:
 def differences(plan: Plan, command: Sequence[str], here: Here) -> tuple[list[str], list[str]]:
     """Return what makes the plan wrong here, and what only makes its proof one of something else."""
     wrong, other = [], []
+    planned, given = Parts.of(plan.command), Parts.of(command)
     if plan.script_sha256 and here.script_sha256 and plan.script_sha256 != here.script_sha256:
-        if _script(plan.command) == _script(command):
+        if planned.same_program(given):
             other.append("the script has changed since the plan was made")
         else:
-            wrong.append(f"the plan was made for another script, {_script(plan.command)}; plan again for this one")
+            wrong.append(f"the plan was made for another script, {planned.program}; plan again for this one")
+    elif not (plan.script_sha256 and here.script_sha256) and not planned.same_program(given):
+        wrong.append(f"the plan was made for {planned.program}, this is {given.program}; plan again for this one")
+    differs = command_difference(planned, given) if planned.same_program(given) else None
+    other += [differs] if differs else []
     if here.torch is not None and here.torch.split("+")[0] != plan.torch.split("+")[0]:  # "+cu130" is in no metadata
         other.append(f"the plan was proved with torch {plan.torch}, this is {here.torch}")
     if here.gpu_memory_bytes is not None:
@@ -63,7 +69,7 @@ def differences(plan: Plan, command: Sequence[str], here: Here) -> tuple[list[st
 def apply(plan: Plan, command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> int:
     """Run a command on the real GPUs with a plan's changes and return its exit code.
 
-    The command has this process's terminal, and gets its signals. Raises UsageError where a change cannot be applied:
+    The command has this process's terminal, and gets its signals. Raises PlanError where a change cannot be applied:
     then nothing was trained.
     """
     job = api.prepare(command, cwd=cwd, env=env, changes=plan.changes)
@@ -76,9 +82,9 @@ def apply(plan: Plan, command: Sequence[str], *, cwd: Path | None = None, env: M
         code = _wait(process)
         refused = read_outcome(folder, code).change_refused
         if refused is not None:
-            raise UsageError(f"cannot apply {refused}; nothing was trained")
+            raise PlanError(f"cannot apply {refused}; nothing was trained")
         if code == EXIT_REFUSED:
-            raise OomproofError("a change could not be applied; see above")
+            raise PlanError("a change could not be applied; see above")
         return code
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -115,16 +121,12 @@ def look(command: Sequence[str], program: Sequence[str], folder: Path, *, real: 
     """Return what is here. ``real`` asks the driver for the GPUs."""
     name, memory, count = _gpus() if real else (None, None, None)
     return Here(
-        script_sha256=_hash(folder / script) if (script := _script(command)) else None,
+        script_sha256=_hash(folder / script) if (script := Parts.of(command).script) else None,
         torch=_torch(program[0]),
         gpu=name,
         gpu_memory_bytes=memory,
         gpus=count,
     )
-
-
-def _script(command: Sequence[str]) -> str | None:
-    return next((word for word in command if word.endswith(".py")), None)
 
 
 def _hash(path: Path) -> str | None:
@@ -141,14 +143,14 @@ def _torch(python: str) -> str | None:
 def _gpus() -> tuple[str | None, int | None, int | None]:
     """Return the first visible GPU's name and memory, and how many there are.
 
-    Raises OomproofError where there is none.
+    Raises PlanError where there is none.
     """
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        raise OomproofError(
+        raise PlanError(
             f"there is no NVIDIA GPU to train on here ({error}); rehearse with: oomproof apply --phantom GPU PLAN -- …"
         ) from None
     try:
@@ -156,7 +158,7 @@ def _gpus() -> tuple[str | None, int | None, int | None]:
         count = pynvml.nvmlDeviceGetCount()
         chosen = [part.strip() for part in visible.split(",") if part.strip()] if visible else []
         if visible is not None and not chosen:
-            raise OomproofError("CUDA_VISIBLE_DEVICES hides all GPUs; unset it or name one")
+            raise PlanError("CUDA_VISIBLE_DEVICES hides all GPUs; unset it or name one")
         first = chosen[0] if chosen else "0"
         handle = (
             pynvml.nvmlDeviceGetHandleByIndex(int(first))
@@ -166,6 +168,6 @@ def _gpus() -> tuple[str | None, int | None, int | None]:
         name = pynvml.nvmlDeviceGetName(handle)
         return str(name), int(pynvml.nvmlDeviceGetMemoryInfo(handle).total), len(chosen) or int(count)
     except pynvml.NVMLError as error:
-        raise OomproofError(f"the driver does not tell of the GPU ({error}); check nvidia-smi") from None
+        raise PlanError(f"the driver does not tell of the GPU ({error}); check nvidia-smi") from None
     finally:
         pynvml.nvmlShutdown()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomli_w
 
 import oomproof
-from oomproof.errors import CaptureError, UsageError
+from oomproof.errors import PlanError, UsageError
 from oomproof.gpus import GPUSpec
 from oomproof.gpus.toml import parse_toml
 from oomproof.plan.candidate import Trial
@@ -109,46 +110,103 @@ class Plan:
 
     @classmethod
     def from_toml(cls, text: str, where: str) -> Plan:
-        """Read a plan. Raises CaptureError for what is none, or names techniques that this version does not know."""
+        """Read a plan. Raises PlanError for what is none or damaged, or names techniques that are not known."""
         try:
             table = parse_toml(text)
         except ValueError as error:
-            raise CaptureError(
+            raise PlanError(
                 f"{where} is no plan: it is not TOML ({error}); write one with `oomproof plan -o`"
             ) from None
         if table.get("schema") != SCHEMA:
-            raise CaptureError(f"{where} has schema {table.get('schema')!r}, only {SCHEMA!r} can be read; plan again")
+            raise PlanError(f"{where} has schema {table.get('schema')!r}, only {SCHEMA!r} can be read; plan again")
+        of = _entry
         try:
-            changes = tuple(Change(c["technique"], c.get("options", {})) for c in table["changes"])
-            made, proved, time = table["made_for"], table["proved"], table.get("relative_time")
+            changes = tuple(
+                Change(of(c, "technique", str), dict(of(c, "options", dict)) if "options" in c else {})
+                for c in of(table, "changes", list)
+            )
+            made, proved = of(table, "made_for", dict), of(table, "proved", dict)
+            time = of(table, "relative_time", dict) if "relative_time" in table else None
             plan = cls(
                 changes=changes,
-                command=tuple(made["command"]),
-                script_sha256=made["script_sha256"],
-                gpu=made["gpu"],
-                gpu_memory_bytes=made["gpu_memory_bytes"],
-                capability=(made["compute_capability"][0], made["compute_capability"][1]),
-                gpus=made["gpus"],
-                torch=made["torch"],
-                packages=made["packages"],
-                fidelity=table["fidelity"],
-                relative_time=(time["low"], time["expected"], time["high"]) if time else None,
-                device_bytes=proved["peak_device_bytes"],
-                allocated_bytes=proved["peak_allocated_bytes"],
-                reserved_bytes=proved["peak_reserved_bytes"],
-                steps=proved["steps"],
-                created=table["created"],
-                tool=table["oomproof"],
+                command=tuple(map(str, of(made, "command", list))),
+                script_sha256=of(made, "script_sha256", str),
+                gpu=of(made, "gpu", str),
+                gpu_memory_bytes=of(made, "gpu_memory_bytes", int),
+                capability=_pair(of(made, "compute_capability", list)),
+                gpus=of(made, "gpus", int),
+                torch=of(made, "torch", str),
+                packages=of(made, "packages", dict),
+                fidelity=of(table, "fidelity", str),
+                relative_time=_ratio(time) if time is not None else None,
+                device_bytes=of(proved, "peak_device_bytes", int),
+                allocated_bytes=of(proved, "peak_allocated_bytes", int),
+                reserved_bytes=of(proved, "peak_reserved_bytes", int),
+                steps=of(proved, "steps", int),
+                created=of(table, "created", str),
+                tool=of(table, "oomproof", str),
             )
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise CaptureError(f"{where} is damaged: {error!s} is missing or of another kind; plan again") from None
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"{where} is damaged: {error}; plan again") from None
         unknown = [c.name for c in changes if c.name not in techniques()]
         if unknown:
-            raise CaptureError(
+            raise PlanError(
                 f"{where} has techniques that oomproof {oomproof.__version__} does not know: {', '.join(unknown)}; "
-                f"it was written by {plan.tool}: install that version or plan again"
+                + _cure(plan.tool)
             )
+        _check_options(changes, where)
         return plan
+
+
+def _cure(tool: str) -> str:
+    """Return what to do about a plan with techniques that are not known."""
+    if tool == oomproof.__version__:
+        return "correct the name, which docs/techniques.md lists, or plan again"
+    return f"it was written by oomproof {tool}: install that version or plan again"
+
+
+def _check_options(changes: Sequence[Change], where: str) -> None:
+    """Have each technique read its options. Raises PlanError where one is missing or of another kind."""
+    for change in changes:
+        technique = change.technique
+        try:
+            technique.shown(change.options)
+            technique.fidelity_of(change.options)
+            technique.world_size(change.options)
+            technique.environment(change.options, {})
+            technique.imports(change.options)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(
+                f"{where} is damaged: the options of {change.name} cannot be read "
+                f"({type(error).__name__}: {error}); plan again"
+            ) from None
+
+
+Kind = TypeVar("Kind")
+
+
+def _entry(table: Any, key: str, kind: type[Kind]) -> Kind:
+    """Return an entry of a table. Raises TypeError where there is none of that kind."""
+    if not isinstance(table, dict) or key not in table:
+        raise TypeError(f"{key} is missing")
+    value = table[key]
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError(f"{key} is {value!r}, which is not what stands there")
+    return value
+
+
+def _ratio(table: dict[str, Any]) -> tuple[float, float, float]:
+    low, expected, high = (
+        float(_entry(table, key, float if isinstance(table.get(key), float) else int))
+        for key in ("low", "expected", "high")
+    )
+    return low, expected, high
+
+
+def _pair(numbers: list[Any]) -> tuple[int, int]:
+    if len(numbers) != 2 or not all(type(n) is int for n in numbers):
+        raise TypeError(f"compute_capability is {numbers!r}, which are not two numbers")
+    return numbers[0], numbers[1]
 
 
 def _change_table(change: Change) -> dict[str, Any]:
@@ -161,20 +219,22 @@ def _change_table(change: Change) -> dict[str, Any]:
     }
 
 
-def read_plan(path: Path) -> Plan:
-    """Return the plan in a file. Raises UsageError where there is no file, CaptureError where it is no plan."""
+def read_plan(path: str | os.PathLike[str]) -> Plan:
+    """Return the plan in a file. Raises UsageError where there is no file, PlanError where it is no plan."""
+    path = Path(path)
     try:
         if path.stat().st_size > MOST_BYTES:
-            raise CaptureError(f"{path} is too large for a plan")
+            raise PlanError(f"{path} is too large for a plan")
         return Plan.from_toml(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; write a plan with `oomproof plan -o {path}`") from None
     except UnicodeDecodeError:
-        raise CaptureError(f"{path} is no plan: it is not text; write one with `oomproof plan -o FILE`") from None
+        raise PlanError(f"{path} is no plan: it is not text; write one with `oomproof plan -o FILE`") from None
 
 
-def write_plan(path: Path, plan: Plan) -> None:
+def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
     """Write a plan, whole or not at all. Raises UsageError where it cannot be written."""
+    path = Path(path)
     scratch = path.with_name(path.name + ".tmp")
     try:
         scratch.write_text(plan.to_toml(), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from oomproof.plan.planning import rehearse
 from oomproof.plan.technique import Change
 
 ROUNDS = 16  # runs at most: a line through two of them leads to the answer in five or six
+MORE_ROUNDS = 8  # for the largest without retries, where the largest that fits needs some
 MOST = 1 << 40
 
 
@@ -27,6 +29,24 @@ class Tried:
         """True when it ran on the GPU's memory."""
         return self.measurement.fits
 
+    @property
+    def retries(self) -> int:
+        """How often it fitted only because the allocator gave back what it had cached."""
+        return self.measurement.allocator.retries if self.fits else 0
+
+    @property
+    def fits_easily(self) -> bool:
+        """True when it ran without giving anything back."""
+        return self.fits and not self.retries
+
+
+Enough = Callable[[Tried], bool]
+
+
+#: What a value can be the largest of.
+_FITS: Enough = operator.attrgetter("fits")
+_EASILY: Enough = operator.attrgetter("fits_easily")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Largest:
@@ -39,19 +59,38 @@ class Largest:
     @property
     def answer(self) -> Tried | None:
         """Return the largest value that was run and fitted; None where none did."""
-        return max((t for t in self.tried if t.fits), key=lambda t: t.value, default=None)
+        return self.bounds(_FITS)[0]
 
     @property
     def above(self) -> Tried | None:
-        """Return the smallest value that was run and did not fit."""
-        return min((t for t in self.tried if not t.fits), key=lambda t: t.value, default=None)
+        """Return the smallest value above the answer that was run and did not fit."""
+        return self.bounds(_FITS)[1]
 
     @property
     def settled(self) -> bool:
         """True where the next value above the answer was run and did not fit."""
-        return (
-            self.answer is not None and self.above is not None and self.above.value - self.answer.value <= self.multiple
-        )
+        return self._is_settled(_FITS)
+
+    @property
+    def easy(self) -> Tried | None:
+        """Return the largest value that fitted without giving back cached memory; None where none did."""
+        return self.bounds(_EASILY)[0]
+
+    @property
+    def easy_settled(self) -> bool:
+        """True where the next value above that was run, and did not fit or not without giving back."""
+        return self._is_settled(_EASILY)
+
+    def bounds(self, enough: Enough) -> tuple[Tried | None, Tried | None]:
+        """Return the largest value that is good enough, and the smallest above it that is not."""
+        low = max((t for t in self.tried if enough(t)), key=lambda t: t.value, default=None)
+        least = 0 if low is None else low.value
+        above = (t for t in self.tried if not enough(t) and t.value > least)
+        return low, min(above, key=lambda t: t.value, default=None)
+
+    def _is_settled(self, enough: Enough) -> bool:
+        low, high = self.bounds(enough)
+        return low is not None and high is not None and high.value - low.value <= self.multiple
 
 
 def find_largest(
@@ -68,14 +107,16 @@ def find_largest(
     ``option`` is a word of the command such as "--batch-size" or "data.batch_size"; its value is the next word, or
     what stands after "=". ``start`` is the first value, by default the command's own. ``told`` is called with every
     run. Raises UsageError where the command has no such option, ScriptError where the script fails with a value that
-    should have been small enough.
+    should have been small enough. Where the largest fits by giving back cached memory only, the largest that fits
+    without is looked for too.
     """
     first = start if start is not None else value_of(job.words, option)
     if multiple < 1:
         raise UsageError(f"multiple of {multiple}; it must be at least 1")
     tried: list[Tried] = []
-    value = max(multiple, first // multiple * multiple)
-    while len(tried) < ROUNDS:
+    memory = job.settings.gpu.memory_bytes
+
+    def run(value: int) -> None:
         measured = rehearse(with_value(job, option, value), changes).measurement
         if measured.verdict == "unknown":
             raise ScriptError(
@@ -84,22 +125,33 @@ def find_largest(
         tried.append(Tried(value=value, measurement=measured))
         if told is not None:
             told(tried[-1])
-        following = _next(Largest(option=option, multiple=multiple, tried=tuple(tried)), job.settings.gpu.memory_bytes)
-        if following is None:
+
+    def so_far() -> Largest:
+        return Largest(option=option, multiple=multiple, tried=tuple(tried))
+
+    run(max(multiple, first // multiple * multiple))
+    for enough, rounds in ((_FITS, ROUNDS), (_EASILY, ROUNDS + MORE_ROUNDS)):
+        answer = so_far().answer
+        if enough is _EASILY and (answer is None or not answer.retries):
             break
-        value = following
-    return Largest(option=option, multiple=multiple, tried=tuple(tried))
+        while len(tried) < rounds:
+            halve = len(tried) >= ROUNDS // 2
+            following = _next(so_far(), memory, enough, halve=halve)
+            if following is None:
+                break
+            run(following)
+    return so_far()
 
 
-def _next(so_far: Largest, memory_bytes: int) -> int | None:
-    """Return the value to run next, None where the answer is known."""
-    low, high, step = so_far.answer, so_far.above, so_far.multiple
+def _next(so_far: Largest, memory_bytes: int, enough: Enough, *, halve: bool) -> int | None:
+    """Return the value to run next, None where the answer is known. ``halve``: whatever a line says."""
+    (low, high), step = so_far.bounds(enough), so_far.multiple
     least = 0 if low is None else low.value
     if high is not None and high.value - least <= step:
         return None
     if len(so_far.tried) == 1:
         only = so_far.tried[0].value
-        guess = only * 2 if so_far.tried[0].fits else only // 2
+        guess = only * 2 if enough(so_far.tried[0]) else only // 2
     else:
         guess = _on_line(so_far.tried[-2], so_far.tried[-1], memory_bytes)
     guess = guess // step * step
@@ -107,7 +159,7 @@ def _next(so_far: Largest, memory_bytes: int) -> int | None:
         return min(max(guess, least + step), max(least, step) * 8) if least < MOST else None
     middle = (least + high.value) // 2 // step * step
     inside = least < guess < high.value
-    if len(so_far.tried) >= ROUNDS // 2 or not inside:  # the line misleads: halve
+    if halve or not inside:  # the line misleads: halve
         guess = middle if least < middle < high.value else least + step
     return guess if least < guess < high.value else None
 

@@ -7,6 +7,7 @@ So this package is Python 3.9 and imports torch only inside ``install``.
 from __future__ import annotations
 
 import importlib
+import keyword
 import pkgutil
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -79,6 +80,10 @@ class Technique:
         """Return the fidelity with these options."""
         return self.fidelity
 
+    def less_faithful(self, facts: Facts, options: Options) -> str | None:
+        """Return why it is less faithful with these options than it is mostly; None where it is not."""
+        return None
+
     def unfit(self, facts: Facts) -> str | None:
         """Return why this makes no sense for a script, None where it does."""
         return None
@@ -121,6 +126,15 @@ class Technique:
     def code(self, options: Options, framework: str, facts: Facts) -> str | None:
         """Return what a person would write instead; None where a framework has no way of its own for it."""
         return None
+
+
+def in_code(name: str) -> str:
+    """Return the expression for a submodule of ``model`` in the code that a person would write."""
+    if not name:
+        return "model"
+    if all(part.isidentifier() and not keyword.iskeyword(part) for part in name.split(".")):
+        return f"model.{name}"
+    return f"model.get_submodule({name!r})"  # members of a list or a Sequential have numbers for names
 
 
 @cache

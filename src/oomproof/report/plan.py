@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import json
-import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.text import Text
 
-from oomproof.plan.candidate import Trial, to_json
+from oomproof.plan.candidate import WORTH, Trial, to_json
 from oomproof.plan.planning import Planned
+from oomproof.report.plan_code import code
+from oomproof.report.plan_table import FIDELITY, rows, table, time
 from oomproof.report.sheet import Body, Sheet
-from oomproof.report.verdict import device_bounds
-from oomproof.report.words import NextCommand, plural
+from oomproof.report.verdict import reservation
+from oomproof.report.words import plural
 from oomproof.units import format_bytes
-
-ROWS = 12
-FIDELITY = {
-    "exact": "same bits",
-    "equal": "same maths",
-    "approximate": "approximate",
-    "changes-model": "other model",
-}
-_COLOURS = {"fits": "green", "does-not-fit": "red", "cannot-apply": "yellow", "failed": "yellow"}
 
 
 def body(planned: Planned, emit: str | None = None) -> Body:
@@ -35,47 +27,49 @@ def body(planned: Planned, emit: str | None = None) -> Body:
         found = planned.found
         if found.trials:
             yield Text()
-            yield from _table(sheet, planned)
+            yield from table(sheet, planned)
         if planned.plan is not None and found.winner is not None:
             yield from _section(sheet, "Why", reasons(planned))
             yield from _section(
                 sheet, "Changed", [f"{e['technique']}: {e['what']} ({e['where']})" for e in found.winner.said]
             )
-            yield from _section(sheet, "Mind", mind(planned))
+        yield from _section(sheet, "Mind", mind(planned))
         yield from _section(sheet, "By hand", by_hand(planned))
         yield from _section(sheet, "Not tried", not_tried(planned))
         yield from _section(sheet, "Other GPUs", other_gpus(planned))
         if emit is not None and planned.plan is not None:
             yield Text()
             yield Text(f"Code ({emit})", "bold")
-            for line in code(planned, emit).splitlines():
-                yield Text("  " + sheet.clean(line) if line.strip() else "")
+            yield from map(sheet.verbatim, code(planned, emit).splitlines())
 
     return lines
 
 
 def headline(planned: Planned) -> Text:
-    """Return the answer in one line."""
+    """Return the answer in one line, with the reservations that ``oomproof run`` has about the same measurement."""
     found, gpu = planned.found, planned.gpu
-    if planned.fits_as_it_is:
-        return _head("FITS AS IT IS", f"{_of(found.baseline, planned)}; nothing has to change", "green")
-    winner = found.winner
+    winner = found.baseline if planned.fits_as_it_is else found.winner
     if winner is None:
         closest = found.closest
-        over = (closest.peak_bytes or 0) - gpu.memory_bytes
+        missing = (closest.peak_bytes or 0) - gpu.memory_bytes
         stopped = " within the budget" if found.out_of_budget else ""
-        detail = (
-            f"the closest, {closest.candidate.label}, takes {_of(closest, planned)}: {format_bytes(over)} are missing"
-        )
+        detail = f"the closest, {closest.candidate.label}, takes {_of(closest, planned)}: "
+        if missing > 0:
+            detail += f"{format_bytes(missing)} are missing"
+        else:
+            detail += "only you can make this change" if closest.fits else "there was no room along the way"
         return _head(f"NOTHING FITS{stopped.upper()}", detail, "red")
-    count = plural(len(winner.candidate.changes), "change").upper()
-    spare = format_bytes(
-        gpu.memory_bytes - (winner.measurement.peak.device_bytes if winner.measurement is not None else 0)
-    )
-    detail = (
-        f"{_of(winner, planned)} ({spare} to spare), a step takes {time(winner)}, {FIDELITY[winner.candidate.fidelity]}"
-    )
-    return _head(f"FITS WITH {count}", detail, "green")
+    how, why = ("", "") if winner.measurement is None else reservation(winner.measurement)
+    if planned.fits_as_it_is:
+        verdict, detail = "FITS AS IT IS", f"{_of(winner, planned)}; nothing has to change"
+    else:
+        verdict = f"FITS WITH {plural(len(winner.candidate.changes), 'change').upper()}"
+        takes = "an unknown time" if winner.time is None else time(winner)
+        detail = f"{_of(winner, planned)} ({format_bytes(_left(winner, planned))} to spare), a step takes {takes}, "
+        detail += FIDELITY[winner.candidate.fidelity]
+    if not how:
+        return _head(verdict, detail, "green")
+    return _head(f"{verdict}, {how}", f"{detail}: {why}", "yellow")
 
 
 def _head(verdict: str, detail: str, colour: str) -> Text:
@@ -83,62 +77,17 @@ def _head(verdict: str, detail: str, colour: str) -> Text:
 
 
 def _of(trial: Trial, planned: Planned) -> str:
-    peak = (
-        trial.measurement.peak.device_bytes if trial.fits and trial.measurement is not None else trial.peak_bytes or 0
-    )
-    return f"{format_bytes(peak)} of {format_bytes(planned.gpu.memory_bytes)} on {planned.gpu.name}"
+    gpu = planned.gpu
+    return f"{format_bytes(gpu.memory_bytes - _left(trial, planned))} of {format_bytes(gpu.memory_bytes)} on {gpu.name}"
 
 
-def time(trial: Trial) -> str:
-    """Return the relative time of a step with its range: "1.24 x (1.18 to 1.31)"."""
-    if trial.time is None:
-        return "an unknown time"
-    low, high = f"{trial.time.low:.2f}", f"{trial.time.high:.2f}"
-    return f"{trial.time.expected:.2f} x" + (f" ({low} to {high})" if low != high else "")
-
-
-def _table(sheet: Sheet, planned: Planned) -> Iterator[Text]:
-    found = planned.found
-    widths = (11, 13, 22, 12)
-    room = max(20, sheet.width - sum(widths) - 2 * len(widths))
-    head = (
-        "changes".ljust(room),
-        "peak".rjust(11),
-        "to spare".rjust(13),
-        "time of a step".ljust(22),
-        "fidelity".ljust(12),
-    )
-    yield Text("  ".join(head).rstrip(), "dim")
-    rows = ordered(found.baseline, found.trials, found.winner)
-    for trial in rows[:ROWS]:
-        style = "bold green" if trial is found.winner else ""
-        label = sheet.cut(trial.candidate.label, room)
-        if trial.peak_bytes is None:
-            yield Text(f"{label}  {sheet.clean(trial.reason)[: sheet.width - room - 2]}", "yellow")
-            continue
-        spare = planned.gpu.memory_bytes - trial.peak_bytes
-        over = format_bytes(-spare) + " over" if spare < 0 else format_bytes(spare)
-        if trial.fits and spare < 0:
-            over = "by retries"
-        cells = (
-            label,
-            format_bytes(trial.peak_bytes).rjust(11),
-            over.rjust(13),
-            time(trial).ljust(22),
-            FIDELITY[trial.candidate.fidelity].ljust(12),
-        )
-        yield Text("  ".join(cells).rstrip(), style or ("" if trial.fits else "dim"))
-    if len(rows) > ROWS:
-        yield Text(f"{sheet.dots} {plural(len(rows) - ROWS, 'more set')}; all of them are in --json and --html", "dim")
-
-
-def ordered(baseline: Trial, trials: Sequence[Trial], winner: Trial | None) -> list[Trial]:
-    """Return the winner, the script as it is, what else fits by its time, what does not by its peak, and the rest."""
-    ran = [t for t in trials if t is not winner and t.peak_bytes is not None]
-    fitting = sorted((t for t in ran if t.fits), key=Trial.order)
-    others = sorted((t for t in ran if not t.fits), key=lambda t: t.peak_bytes or 0)
-    first = [winner] if winner is not None and winner is not baseline else []
-    return [*first, baseline, *fitting, *others, *(t for t in trials if t.peak_bytes is None)]
+def _left(trial: Trial, planned: Planned) -> int:
+    """Return what is left of the memory: where it fits, of the run on that memory, which may have given back cache."""
+    measured = trial.measurement
+    peak = trial.peak_bytes or 0
+    if trial.fits and measured is not None:
+        peak = measured.peak.device_bytes
+    return planned.gpu.memory_bytes - peak
 
 
 def _section(sheet: Sheet, label: str, lines: Sequence[str]) -> Iterator[Text]:
@@ -146,7 +95,9 @@ def _section(sheet: Sheet, label: str, lines: Sequence[str]) -> Iterator[Text]:
         return
     yield Text()
     for place, line in enumerate(lines):
-        for part, piece in enumerate(textwrap.wrap(sheet.clean(line), sheet.width - 14) or [""]):
+        for part, piece in enumerate(
+            textwrap.wrap(sheet.clean(line), sheet.width - 14, break_on_hyphens=False) or [""]
+        ):
             head = label.ljust(12) if place == 0 and part == 0 else " " * (14 if part else 12)
             yield Text.assemble((head, "bold"), piece)
 
@@ -154,14 +105,14 @@ def _section(sheet: Sheet, label: str, lines: Sequence[str]) -> Iterator[Text]:
 def by_hand(planned: Planned) -> list[str]:
     """Return what changes that only the person can make would save."""
     found, lines = planned.found, []
-    for trial in found.trials:
+    for number, trial in enumerate(rows(planned), 1):
         if not trial.candidate.by_hand or trial.peak_bytes is None or found.baseline.peak_bytes is None:
             continue
         change = trial.candidate.changes[0]
         saved = found.baseline.peak_bytes - trial.peak_bytes
         if saved > 0:
             fits = ", and it fits" if trial.fits else ""
-            lines.append(f"{change.label}: {change.technique.title}: {format_bytes(saved)} less{fits}")
+            lines.append(f"#{number} {change.label}: {change.technique.title}: {format_bytes(saved)} less{fits}")
     return lines
 
 
@@ -174,55 +125,77 @@ def not_tried(planned: Planned) -> list[str]:
 
 
 def reasons(planned: Planned) -> list[str]:
-    """Return why the winner won and others did not."""
+    """Return why the winner won and others did not; numbers are those of the table."""
     found, winner = planned.found, planned.found.winner
     if winner is None or winner is found.baseline:
         return []
     fitting = [t for t in found.trials if t.fits]
     lines = [
-        f"{plural(len(found.trials), 'set')} of changes ran, {len(fitting)} fit; of the most faithful of these it is "
-        "the fastest, of equally fast ones the simplest"
+        f"{plural(len(found.trials), 'set')} of changes ran, {len(fitting)} fit; of these #1 is the fastest, where "
+        f"less than the same maths counts as {WORTH:g} times as long; of equally fast ones it is the most faithful, "
+        "then the simplest"
     ]
     lines += [f"{change.label}: {change.technique.title}" for change in winner.candidate.changes]
-    for trial in ordered(found.baseline, found.trials, winner)[2:6]:
-        lines.append(f"not {trial.candidate.label}: {_lost(trial, winner, planned)}")
+    for number, trial in list(enumerate(rows(planned), 1))[2:6]:
+        lines.append(f"not #{number} {trial.candidate.label}: {_lost(trial, winner, planned)}")
     return lines
 
 
 def _lost(trial: Trial, winner: Trial, planned: Planned) -> str:
-    if trial.fits and trial.candidate.level > winner.candidate.level:
-        return f"it fits, but is {FIDELITY[trial.candidate.fidelity]}"
-    if trial.fits and trial.expected_time > winner.expected_time:
-        return f"it fits, but a step takes {time(trial)}"
-    if trial.fits:
-        return "it fits and is as fast, but is less simple or less faithful"
     if trial.peak_bytes is None:
         return trial.reason
-    return f"it lacks {format_bytes(trial.peak_bytes - planned.gpu.memory_bytes)}"
+    if not trial.fits:
+        return f"it lacks {format_bytes(trial.peak_bytes - planned.gpu.memory_bytes)}"
+    if trial.candidate.by_hand:
+        return "it fits, but only you can make this change"
+    if trial.candidate.level > winner.candidate.level:
+        why = "; ".join(why for _, why in less_faithful(trial, planned))
+        return f"it fits, but is {FIDELITY[trial.candidate.fidelity]}" + (f": {why}" if why else "")
+    if trial.time is None:
+        return "it fits, but the time of a step is unknown"
+    if trial.expected_time > winner.expected_time:
+        return f"it fits, but a step takes {time(trial)}"
+    return "it fits and is as fast, but is less simple or less faithful"
+
+
+def less_faithful(trial: Trial, planned: Planned) -> list[tuple[str, str]]:
+    """Return the changes that are less faithful here than they mostly are, and why."""
+    found = [(c.name, c.technique.less_faithful(planned.facts, c.options)) for c in trial.candidate.changes]
+    return [(name, why) for name, why in found if why is not None]
 
 
 def mind(planned: Planned) -> list[str]:
-    """Return what a person must know before applying the plan."""
-    winner = planned.found.winner
-    if winner is None:
-        return []
+    """Return what a person must know before applying the plan, and why times are unknown."""
+    winner, baseline = planned.found.winner, planned.found.baseline
     found = []
-    if winner.measurement is not None:
-        _, high = device_bounds(winner.measurement)
-        if high > planned.gpu.memory_bytes:
-            found.append(
-                "it fits, but only just: the range of what cannot be known reaches past the GPU, to "
-                f"{format_bytes(high)}; plan with a smaller --memory to leave room"
-            )
-    for change in winner.candidate.changes:
+    if winner is not None and winner.measurement is not None:
+        how, why = reservation(winner.measurement)
+        if how:
+            found.append(f"it fits, {how.lower()}: {why}; plan with a smaller --memory to leave room")
+    for change in winner.candidate.changes if winner is not None else ():
+        why_less = change.technique.less_faithful(planned.facts, change.options)
+        if why_less:
+            found.append(f"{change.name} is {FIDELITY[change.technique.fidelity_of(change.options)]}: {why_less}")
         caution = change.technique.caution(planned.facts, change.options)
         if caution:
             found.append(f"{change.name}: {caution}")
-    if planned.found.baseline.time is not None:
-        found += [f"time, of the script as it is too: {what}" for what in planned.found.baseline.time.unknown]
-    if winner.time is not None:
+    if winner is not None and baseline.time is not None:
+        found += [f"time, of the script as it is too: {what}" for what in baseline.time.unknown]
+    if winner is not None and winner is not baseline and winner.time is not None:
         found += [f"time: {what}" for what in winner.time.unknown]
-    return found
+    return found + unknown_times(planned)
+
+
+def unknown_times(planned: Planned) -> list[str]:
+    """Return why times of steps are unknown: each reason once, with the numbers of the rows that it is true of."""
+    baseline = planned.found.baseline
+    numbers: dict[str, list[str]] = {}
+    for number, trial in enumerate(rows(planned), 1):
+        if trial.peak_bytes is not None and trial.time is None and trial.verdict in ("fits", "does-not-fit"):
+            of_script = f"of the script as it is nothing was counted: {baseline.time_reason}"
+            reason = trial.time_reason or (of_script if baseline.time_reason else "nothing was counted")
+            numbers.setdefault(reason, []).append(f"#{number}")
+    return [f"time of {', '.join(those)} is unknown: {reason}" for reason, those in numbers.items()]
 
 
 def other_gpus(planned: Planned) -> list[str]:
@@ -243,42 +216,10 @@ def other_gpus(planned: Planned) -> list[str]:
     return lines
 
 
-def code(planned: Planned, framework: str) -> str:
-    """Return what a person would write instead of applying the plan, for a framework."""
-    parts = []
-    assert planned.plan is not None
-    for change in planned.plan.changes:
-        technique = change.technique
-        text = technique.code(change.options, framework, planned.facts)
-        if text is None and framework != "code":
-            text = technique.code(change.options, "code", planned.facts)
-        parts.append(
-            f"# {change.label}: {technique.title}\n# {technique.source}\n" + (text or "# nothing to write by hand")
-        )
-    return "\n\n".join(parts)
-
-
-def after(planned: Planned, saved: str | None) -> NextCommand:
-    """Return the next command."""
-    command = shlex.join(planned.command)
-    gpu = f"--gpu {shlex.quote(planned.gpu.key)}"
-    if planned.fits_as_it_is:
-        return NextCommand(
-            reason="see what the peak consists of", command=f"oomproof run {gpu} -o FILE.oomp -- {command}"
-        )
-    if planned.plan is None:
-        return NextCommand(
-            reason="see whether another model would fit",
-            command=f"oomproof plan {gpu} --allow changes-model -- {command}",
-        )
-    if saved is None:
-        return NextCommand(reason="keep the plan in a file", command=f"oomproof plan {gpu} -o plan.toml -- {command}")
-    return NextCommand(reason="train with it", command=f"oomproof apply {shlex.quote(saved)} -- {command}")
-
-
 def to_json_text(planned: Planned) -> str:
     """Return the plan as JSON, schema ``oomproof.planned/1``."""
     found = planned.found
+    numbers = {id(trial): number for number, trial in enumerate(rows(planned), 1)}
     data: dict[str, Any] = {
         "schema": "oomproof.planned/1",
         "command": list(planned.command),
@@ -289,7 +230,7 @@ def to_json_text(planned: Planned) -> str:
         },
         "gpus": planned.gpus,
         "baseline": to_json(found.baseline),
-        "candidates": [to_json(t) for t in found.trials],
+        "candidates": [{**to_json(t), "number": numbers[id(t)]} for t in found.trials],
         "frontier": [t.candidate.key for t in found.frontier()],
         "winner": to_json(found.winner) if found.winner is not None else None,
         "closest": to_json(found.closest),

@@ -13,17 +13,23 @@ from oomproof.plan.planning import Planned
 from oomproof.report import plan as report
 from oomproof.report.page import files
 from oomproof.report.page.parts import text
+from oomproof.report.plan_code import code
+from oomproof.report.plan_next import Options, after
+from oomproof.report.plan_table import FIDELITY, rows, spare, time
 from oomproof.report.words import clean
 from oomproof.units import format_bytes
 
 TONES = {"fits": "good", "does-not-fit": "bad", "cannot-apply": "care", "failed": "care"}
 
 
-def page(planned: Planned, framework: str, saved: str | None) -> str:
-    """Return the page; ``framework`` is whose code is shown. Raises EnvironmentMissingError without plotly."""
+def page(planned: Planned, framework: str, saved: str | None, options: Options | None = None) -> str:
+    """Return the page; ``framework`` is whose code is shown, ``options`` are those that were typed.
+
+    Raises EnvironmentMissingError without plotly.
+    """
     plotly, script = files.plotly(), files.file("plan.js")
     found = planned.found
-    following = report.after(planned, saved)
+    following = after(planned, saved, options)
     command = text(" ".join(planned.command))
     reasons = (report.reasons, report.mind, report.by_hand, report.not_tried, report.other_gpus)
     head = report.headline(planned)
@@ -35,9 +41,7 @@ def page(planned: Planned, framework: str, saved: str | None) -> str:
         verdict=f'<div class="verdict {tone}"><h1>{text(head.plain)}</h1><p><code>{command}</code></p></div>',
         sets=_sets(planned),
         why=_list([line for part in reasons for line in part(planned)]),
-        code=f"<pre><code>{escape(report.code(planned, framework))}</code></pre>"
-        if planned.plan
-        else "<p>Nothing.</p>",
+        code=f"<pre><code>{escape(code(planned, framework))}</code></pre>" if planned.plan else "<p>Nothing.</p>",
         next=f"<p>{text(following.reason)}:</p><pre><code>{text(following.command)}</code></pre>",
         data=files.json_for_html(_data(planned)),
         plotly=plotly,
@@ -70,30 +74,28 @@ def _data(planned: Planned) -> dict[str, Any]:
 
 
 def _sets(planned: Planned) -> str:
-    found = planned.found
-    trials = report.ordered(found.baseline, found.trials, found.winner)
-    rows = [_row(trial, planned) for trial in trials]
-    names = ("changes", "verdict", "peak", "to spare", "time of a step", "fidelity")
+    lines = [_row(number, trial, planned) for number, trial in enumerate(rows(planned), 1)]
+    names = ("#", "changes", "verdict", "peak", "to spare", "time of a step", "fidelity")
     head = "".join(f"<th>{name}</th>" for name in names)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>"
-    return f"{table}{''.join(rows)}</tbody></table>"
+    return f"{table}{''.join(lines)}</tbody></table>"
 
 
-def _row(trial: Trial, planned: Planned) -> str:
+def _row(number: int, trial: Trial, planned: Planned) -> str:
     verdict = f'<span class="{TONES[trial.verdict]}">{trial.verdict.replace("-", " ")}</span>'
     label = text(trial.candidate.label)
     if trial is planned.found.winner:
         label = f"<b>{label}</b>"
     if trial.peak_bytes is None:
-        return f'<tr><td>{label}</td><td>{verdict}</td><td colspan="4">{text(trial.reason)}</td></tr>'
-    spare = planned.gpu.memory_bytes - trial.peak_bytes
+        return f'<tr><td>{number}</td><td>{label}</td><td>{verdict}</td><td colspan="4">{text(trial.reason)}</td></tr>'
     cells = (
+        str(number),
         label,
         verdict,
         format_bytes(trial.peak_bytes),
-        format_bytes(spare),
-        report.time(trial),
-        report.FIDELITY[trial.candidate.fidelity],
+        spare(trial, planned),
+        time(trial),
+        FIDELITY[trial.candidate.fidelity],
     )
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 

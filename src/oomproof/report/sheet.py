@@ -12,7 +12,7 @@ from rich.text import Text
 
 from oomproof.report.bars import Glyphs, glyphs_for
 from oomproof.report.terminal import stripped
-from oomproof.report.words import NextCommand, clean
+from oomproof.report.words import NextCommand, clean, verbatim
 
 MAX_WIDTH = 140  # longer lines are harder to read
 MIN_WIDTH = 40
@@ -29,6 +29,10 @@ class Sheet:
     def clean(self, text: str) -> str:
         """Return text from a script or a file as the terminal can safely show it."""
         return clean(text, self.encoding)
+
+    def verbatim(self, line: str) -> Text:
+        """Return a line of code that is printed as it is, whatever the width, so that it can be copied."""
+        return Text(verbatim(line, self.encoding), no_wrap=True, overflow="ignore")
 
     @property
     def dots(self) -> str:
@@ -64,12 +68,15 @@ class Printed:
         width = max(MIN_WIDTH, min(options.max_width, MAX_WIDTH))
         sheet = Sheet(width=width, encoding=options.encoding, glyphs=glyphs_for(options.encoding))
         for text in (*self.body(sheet), Text(), Text(f"Next: {self.after.reason}:", "dim")):
+            if text.overflow == "ignore":  # rich would cut it where it splits it into lines
+                yield text
+                continue
             text.overflow = text.overflow or "fold"
             for line in console.render_lines(text, options.update(width=width), pad=False):
                 yield from stripped(line)
                 yield Segment.line()
         # on one line, whatever its length: the terminal wraps it, and it can be copied
-        yield Text(f"  {sheet.clean(self.after.command)}", "bold", no_wrap=True, overflow="ignore")
+        yield Text(f"  {verbatim(self.after.command, sheet.encoding)}", "bold", no_wrap=True, overflow="ignore")
 
 
 def print_sheet(body: Body, after: NextCommand, console: Console | None = None) -> None:

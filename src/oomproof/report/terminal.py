@@ -15,7 +15,7 @@ from oomproof.report import lists, sections
 from oomproof.report.bars import glyphs_for
 from oomproof.report.sections import Fault, Section, View
 from oomproof.report.verdict import headline
-from oomproof.report.words import is_untouched, next_command, plural
+from oomproof.report.words import NextCommand, is_untouched, next_command, plural, verbatim
 
 LABEL_WIDTH = 11
 MAX_WIDTH = 110  # longer lines are harder to read
@@ -32,12 +32,14 @@ class Report:
         larger_gpu: str | None = None,
         options: Sequence[str] = (),
         faults: Sequence[Fault] = (),
+        after: NextCommand | None = None,
     ) -> None:
         self.measurement = measurement
         self.saved = saved
         self.larger_gpu = larger_gpu
         self.options = options
         self.faults = faults
+        self.after = after
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the verdict, the sections that have something to say, and the next command."""
@@ -49,7 +51,7 @@ class Report:
             glyphs=glyphs_for(options.encoding),
             faults=tuple(self.faults),
         )
-        after = next_command(
+        after = self.after or next_command(
             self.measurement,
             saved=self.saved,
             larger_gpu=self.larger_gpu,
@@ -61,7 +63,7 @@ class Report:
             yield from stripped(line)
             yield Segment.line()
         # on one line, whatever its length: the terminal wraps it, and it can be copied
-        yield Text(f"  {view.clean(after.command)}", "bold", no_wrap=True, overflow="ignore")
+        yield Text(f"  {verbatim(after.command, view.encoding)}", "bold", no_wrap=True, overflow="ignore")
 
     def _blocks(self, view: View) -> Iterator[RenderableType]:
         head = headline(self.measurement)
@@ -124,14 +126,16 @@ def render(
     larger_gpu: str | None = None,
     options: Sequence[str] = (),
     faults: Sequence[Fault] = (),
+    after: NextCommand | None = None,
 ) -> Report:
     """Return the report as a rich renderable.
 
     ``saved`` is the capture that the measurement is in already, so that the last line leads on from there.
     ``larger_gpu`` names the catalogue's GPU to try when this one is too small, ``options`` are those of the run.
-    ``faults`` are what the profile's steps show, as ``oomproof.report.steps.faults`` gives them.
+    ``faults`` are what the profile's steps show, as ``oomproof.report.steps.faults`` gives them. ``after`` is the next
+    command where it is not that of a run.
     """
-    return Report(measurement, saved=saved, larger_gpu=larger_gpu, options=options, faults=faults)
+    return Report(measurement, saved=saved, larger_gpu=larger_gpu, options=options, faults=faults, after=after)
 
 
 def print_report(
@@ -142,7 +146,8 @@ def print_report(
     larger_gpu: str | None = None,
     options: Sequence[str] = (),
     faults: Sequence[Fault] = (),
+    after: NextCommand | None = None,
 ) -> None:
     """Print the report on ``console``, or on standard output."""
-    report = render(measurement, saved=saved, larger_gpu=larger_gpu, options=options, faults=faults)
+    report = render(measurement, saved=saved, larger_gpu=larger_gpu, options=options, faults=faults, after=after)
     (console or Console()).print(report, crop=False)

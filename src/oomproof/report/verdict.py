@@ -60,18 +60,24 @@ def _fits(measurement: Measurement) -> Headline:
     spare = measurement.gpu.memory_bytes - measurement.peak.device_bytes
     figures = f"{_figures(measurement)} ({format_bytes(spare)} to spare)"
     figures += _sized(measurement)
+    how, why = reservation(measurement)
+    if not how:
+        return Headline(verdict="FITS", detail=figures, colour="green")
+    return Headline(verdict=f"FITS, {how}", detail=f"{figures}: {why}", colour="yellow")
+
+
+def reservation(measurement: Measurement) -> tuple[str, str]:
+    """Return with what reservation a measurement that fits does so, in capitals, and why; "" twice without one."""
     _, high = device_bounds(measurement)
     if depends(measurement):
-        reach = f": with the largest of the counts that nobody knows it would take {format_bytes(high)}"
-        return Headline(verdict="FITS, DEPENDING ON VALUES", detail=figures + reach, colour="yellow")
+        why = f"with the largest of the counts that nobody knows it would take {format_bytes(high)}"
+        return "DEPENDING ON VALUES", why
     if high > measurement.gpu.memory_bytes:
-        reach = f": the range reaches past the GPU, to {format_bytes(high)}"
-        return Headline(verdict="FITS, BUT ONLY JUST", detail=figures + reach, colour="yellow")
+        return "BUT ONLY JUST", f"the range reaches past the GPU, to {format_bytes(high)}"
     if measurement.allocator.retries:
         retries = plural(measurement.allocator.retries, "time")
-        reach = f": the allocator had to give back its cache {retries} to go on, which costs speed"
-        return Headline(verdict="FITS, BUT ONLY JUST", detail=figures + reach, colour="yellow")
-    return Headline(verdict="FITS", detail=figures, colour="green")
+        return "BUT ONLY JUST", f"the allocator had to give back its cache {retries} to go on, which costs speed"
+    return "", ""
 
 
 #: How sizes were come by that only a kernel computes, by how the counts were answered.

@@ -32,6 +32,25 @@ def clean(text: str, encoding: str = "utf-8", *, limit: int | None = None) -> st
     return line if limit is None or len(line) <= limit else line[: limit - 3].rstrip() + "..."
 
 
+def verbatim(line: str, encoding: str = "utf-8") -> str:
+    """Return a line of code with its spaces as they are; what the terminal could obey or not encode is escaped."""
+    line = line.expandtabs(4)
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in line)
+    return line.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def quoted(words: Sequence[str]) -> str:
+    """Return the words of a command as a shell reads them, on one line whatever is in them."""
+    return " ".join(shlex.quote(word) if word.isprintable() else _escaped(word) for word in words)
+
+
+def _escaped(word: str) -> str:
+    """Return a word with line breaks or control characters in the form that bash and zsh have for them."""
+    special = {"'": "\\'", "\\": "\\\\"}
+    codes = (special.get(c, c) if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in word)
+    return f"$'{''.join(codes)}'"
+
+
 def exact(size_bytes: int) -> str:
     """Return every digit of a size: ``57,982,058,496 bytes``."""
     return f"{size_bytes:,} bytes"

@@ -41,7 +41,8 @@ class AllocatorSettings(Technique):
 
     def code(self, options: Options, framework: str, facts: Facts) -> str | None:
         variable = VARIABLES[0] if versions.numbers(facts.torch)[:2] >= (2, 9) else VARIABLES[1]
-        return f"export {variable}={options['settings']}  # before Python starts"
+        setting = f'os.environ["{variable}"] = "{options["settings"]}"  # before torch is imported'
+        return f"import os\n\n{setting}\n# or in the shell: export {variable}={options['settings']}"
 
 
 TECHNIQUE = AllocatorSettings()

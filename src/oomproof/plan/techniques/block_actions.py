@@ -20,7 +20,7 @@ from oomproof.plan.activations import (
     unfit_blocks,
     unfit_compiled,
 )
-from oomproof.plan.technique import CannotApply, Options, Technique
+from oomproof.plan.technique import CannotApply, Options, Technique, in_code
 
 if TYPE_CHECKING:
     from oomproof.plan.facts import Facts
@@ -90,7 +90,7 @@ class BlockActions(Technique):
             lines += ["        aten._scaled_dot_product_efficient_attention.default]", ""]
         for group in facts.blocks:
             chosen = [actions.get(name, KEEP) for name in group.names]
-            lines += [f"actions = {chosen!r}", f"for block, action in zip(model.{group.container}, actions):"]
+            lines += [f"actions = {chosen!r}", f"for block, action in zip({in_code(group.container)}, actions):"]
             for place, action in enumerate(dict.fromkeys(chosen)):
                 lines += [f'    {"elif" if place else "if"} action == "{action}":', *_CALLS[action]]
         return "\n".join(lines)

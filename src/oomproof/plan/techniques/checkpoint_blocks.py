@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from oomproof.plan.activations import RECOMPUTE, Activations, chooser, unfit_blocks
-from oomproof.plan.technique import Options, Technique
+from oomproof.plan.technique import Options, Technique, in_code
 
 if TYPE_CHECKING:
     from oomproof.plan.facts import Facts
@@ -52,7 +52,7 @@ class CheckpointBlocks(Technique):
         return "\n".join(
             ["from torch.utils.checkpoint import checkpoint", ""]
             + [
-                f"for block in model.{container}:  # where the model's forward calls it\n"
+                f"for block in {in_code(container)}:  # where the model's forward calls it\n"
                 "    x = checkpoint(block, x, use_reentrant=False)"
                 for container in containers
             ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from oomproof.measure import versions
 from oomproof.plan.activations import SELECTIVE, Activations, chooser, refuse_compiled, unfit_blocks, unfit_compiled
-from oomproof.plan.technique import Options, Technique
+from oomproof.plan.technique import Options, Technique, in_code
 
 if TYPE_CHECKING:
     from oomproof.plan.facts import Facts
@@ -71,7 +71,7 @@ class CheckpointSelective(Technique):
             "",
         ]
         for group in facts.blocks:
-            lines.append(f"for block in model.{group.container}:  # where the model's forward calls it")
+            lines.append(f"for block in {in_code(group.container)}:  # where the model's forward calls it")
             lines.append("    x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)")
         return "\n".join(lines)
 

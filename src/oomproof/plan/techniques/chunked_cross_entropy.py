@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from oomproof.measure import versions
 from oomproof.plan.survey import vocabulary_head
-from oomproof.plan.technique import CannotApply, Options, Technique
+from oomproof.plan.technique import CannotApply, Options, Technique, in_code
 from oomproof.plan.wrapping import wrap_forward
 
 if TYPE_CHECKING:
@@ -131,24 +131,24 @@ class ChunkedCrossEntropy(Technique):
 
     def code(self, options: Options, framework: str, facts: Facts) -> str | None:
         use = options.get("use", "blocks")
-        head = next((model.head for model in facts.models if model.head), "lm_head")
+        head = in_code(next((model.head for model in facts.models if model.head), "lm_head"))
         hidden = "hidden = ...  # (tokens, features): what the model's forward gives to its head, without calling it"
         if framework == "trainer" and use == "liger":
             return "TrainingArguments(..., use_liger_kernel=True)  # pip install liger-kernel"
         if use == "liger":
             return (
                 "from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss\n\n"
-                f"{hidden}\nloss = LigerFusedLinearCrossEntropyLoss()(model.{head}.weight, hidden, targets)"
+                f"{hidden}\nloss = LigerFusedLinearCrossEntropyLoss()({head}.weight, hidden, targets)"
             )
         if use == "torch":
             return (
                 f"{hidden}\nloss = torch.nn.functional.linear_cross_entropy(\n"
-                f"    hidden, model.{head}.weight, targets, options=torch.nn.LinearCrossEntropyOptions()\n)"
+                f"    hidden, {head}.weight, targets, options=torch.nn.LinearCrossEntropyOptions()\n)"
             )
         return (
             "from torch.utils.checkpoint import checkpoint\n\n"
             "def part(hidden, targets):\n"
-            f"    logits = model.{head}(hidden).float()\n"
+            f"    logits = {head}(hidden).float()\n"
             '    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum")\n\n'
             f"{hidden}\n"
             "parts = zip(hidden.chunk(16), targets.chunk(16))\n"

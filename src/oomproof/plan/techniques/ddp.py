@@ -110,6 +110,10 @@ class DataParallel(Technique):
     def fidelity_of(self, options: Options) -> str:
         return "approximate" if options.get("batch_norm") == "own" else "equal"
 
+    def less_faithful(self, facts: Facts, options: Options) -> str | None:
+        own = options.get("batch_norm") == "own"
+        return "batch norms of each GPU see the statistics of its own part of the batch" if own else None
+
     def unfit(self, facts: Facts) -> str | None:
         return spread.unfit(facts) or spread.no_switch(facts)
 

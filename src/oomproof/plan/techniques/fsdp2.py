@@ -11,7 +11,7 @@ from oomproof.plan import frameworks, spread
 from oomproof.plan.ranks import Ranks
 from oomproof.plan.repeated import find_blocks
 from oomproof.plan.replaced import Replaced
-from oomproof.plan.technique import CannotApply, Options, Technique
+from oomproof.plan.technique import CannotApply, Options, Technique, in_code
 from oomproof.plan.wrapping import own_kind
 
 if TYPE_CHECKING:
@@ -181,6 +181,10 @@ class FullySharded(Technique):
     def fidelity_of(self, options: Options) -> str:
         return "approximate" if options.get("mixed_precision") else "equal"
 
+    def less_faithful(self, facts: Facts, options: Options) -> str | None:
+        dtype = options.get("mixed_precision")
+        return f"it computes in {dtype}; the sharded parameters keep their own dtype" if dtype else None
+
     def unfit(self, facts: Facts) -> str | None:
         if versions.numbers(facts.torch)[:2] < OLDEST:
             return f"torch {facts.torch} has no fully_shard; it is there from 2.4 on"
@@ -249,7 +253,7 @@ class FullySharded(Technique):
             batches=spread.batches(facts),
             given=given,
             loops="".join(
-                f"for block in model.{g.container}:\n    fully_shard(block, **options)\n" for g in facts.blocks
+                f"for block in {in_code(g.container)}:\n    fully_shard(block, **options)\n" for g in facts.blocks
             ),
         )
 

@@ -15,10 +15,13 @@ if TYPE_CHECKING:
     from oomproof.plan.facts import Facts
     from oomproof.plan.injection import Injection
 
-#: Why the pieces of a batch may not add up to it, for the option ``unequal``.
+#: Why the pieces of a batch may not add up to it, for the option ``unequal``; "compiled" is what "loss" means where
+#: the script compiles.
 _REASONS = {
     "batch-norm": "batch norms see the statistics of a smaller batch",
     "loss": "the loss is none of torch's means: equal only when it is the mean over samples of what each gives alone",
+    "compiled": "what the loss is cannot be told from compiled code: equal only when it is the mean over samples of "
+    "what each gives alone",
     "in-batch": "the loss has as many classes as samples, so it may tell each sample from the others of its batch",
 }
 
@@ -86,8 +89,13 @@ class MicroBatch(Technique):
             found.append("in-batch")
         return found
 
+    def less_faithful(self, facts: Facts, options: Options) -> str | None:
+        keys = options.get("unequal", ())
+        compiled = "compile" in facts.uses
+        return "; ".join(_REASONS["compiled" if key == "loss" and compiled else key] for key in keys) or None
+
     def caution(self, facts: Facts, options: Options) -> str | None:
-        told = [_REASONS[key] for key in options.get("unequal", ())]
+        told = []
         if any(model.dropouts for model in facts.models):
             told.append("dropout draws other random numbers")
         if facts.framework == "trainer":
@@ -101,7 +109,7 @@ class MicroBatch(Technique):
                 "averages of the script's own see pieces; optimizer, gradient scaler, clipping and torch's schedules "
                 "see batches"
             )
-        return "; ".join(told)
+        return "; ".join(told) or None
 
     def install(self, injection: Injection, options: Options) -> None:
         parts = int(options["parts"])

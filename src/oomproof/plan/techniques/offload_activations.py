@@ -14,7 +14,7 @@ from oomproof.plan.activations import (
     unfit_activations,
     unfit_compiled,
 )
-from oomproof.plan.technique import Options, Technique
+from oomproof.plan.technique import Options, Technique, in_code
 
 if TYPE_CHECKING:
     from oomproof.plan.facts import Facts
@@ -54,7 +54,8 @@ class OffloadActivations(Technique):
     def caution(self, facts: Facts, options: Options) -> str | None:
         return (
             "every offloaded byte crosses the bus to the host twice a step: where that takes longer than computing, "
-            "checkpointing is faster; the host needs the memory that the notes name, for each GPU"
+            "checkpointing is faster; the host needs pinned memory for them, for each GPU: `oomproof apply --phantom` "
+            "says how much under Notes"
         )
 
     def install(self, injection: Injection, options: Options) -> None:
@@ -82,7 +83,7 @@ class OffloadActivations(Technique):
                 "    outputs = model(inputs)"
             )
         return start + "\n".join(
-            f"for block in model.{group.container}:  # where the model's forward calls it\n"
+            f"for block in {in_code(group.container)}:  # where the model's forward calls it\n"
             "    with save_on_cpu(pin_memory=True):  # moves weights and small tensors too\n"
             "        x = block(x)"
             for group in facts.blocks

@@ -92,7 +92,7 @@ class OffloadOptimizer(Technique):
                     "from torchao.optim import CPUOffloadOptimizer  # on a GPU only",
                     "",
                     "optimizer = CPUOffloadOptimizer(",
-                    f"    model.parameters(), torch.optim.{kind}, offload_gradients=True, ...)",
+                    f"    model.parameters(), torch.optim.{kind}, offload_gradients=True, **given)  # as {kind} was",
                     "# without clip_grad_norm_, GradScaler and accumulation; set the rate in each of its param_groups",
                 ]
             )

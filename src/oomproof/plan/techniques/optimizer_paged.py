@@ -34,6 +34,10 @@ class PagedOptimizer(ReplaceOptimizer):
     def fidelity_of(self, options: Options) -> str:
         return "equal" if options.get("bits", 32) == 32 else "approximate"
 
+    def less_faithful(self, facts: Facts, options: Options) -> str | None:
+        bits = options.get("bits", 32)
+        return None if bits == 32 else f"the optimizer's states are rounded to {bits} bits"
+
     def unfit(self, facts: Facts) -> str | None:
         if "fsdp" in facts.uses:
             return "FSDP's parts of parameters are not what bitsandbytes steps over"

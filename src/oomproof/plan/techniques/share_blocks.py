@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from oomproof.plan.layers import is_sharded, named_kind, option_of, unwrap
 from oomproof.plan.repeated import find_blocks
-from oomproof.plan.technique import CannotApply, Options, Technique
+from oomproof.plan.technique import CannotApply, Options, Technique, in_code
 
 if TYPE_CHECKING:
     from oomproof.plan.facts import Facts
@@ -100,7 +100,7 @@ class ShareBlocks(Technique):
         groups = int(options.get("groups", 1))
         containers = [group.container for group in facts.blocks]
         return "\n".join(
-            f"blocks = model.{container}  # before the optimizer is built\n"
+            f"blocks = {in_code(container)}  # before the optimizer is built\n"
             f"size = -(-len(blocks) // {groups})\n"
             "for i, block in enumerate(blocks):\n"
             "    for name, parameter in blocks[i - i % size].named_parameters():\n"

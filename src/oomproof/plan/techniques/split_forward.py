@@ -57,10 +57,11 @@ class SplitForward(Technique):
             if 1 < parts <= min(most, MOST_PARTS):
                 yield {"parts": parts, **unequal}
 
+    def less_faithful(self, facts: Facts, options: Options) -> str | None:
+        return "batch norms see the statistics of a smaller batch" if options.get("unequal") else None
+
     def caution(self, facts: Facts, options: Options) -> str | None:
         told = ["it costs one more forward pass"]
-        if options.get("unequal"):
-            told.append("batch norms see the statistics of a smaller batch")
         if any(model.dropouts for model in facts.models):
             told.append("dropout draws other random numbers")
         return "; ".join(told)

@@ -38,6 +38,9 @@ class ZeroOne(Technique):
     def fidelity_of(self, options: Options) -> str:
         return ddp.TECHNIQUE.fidelity_of(options)
 
+    def less_faithful(self, facts: Facts, options: Options) -> str | None:
+        return ddp.TECHNIQUE.less_faithful(facts, options)
+
     def unfit(self, facts: Facts) -> str | None:
         if facts.framework in spread.THEIR_OWN:
             return f"{spread.THEIR_OWN[facts.framework]} makes the optimizer's wrapper itself"
@@ -98,7 +101,7 @@ class ZeroOne(Technique):
         return (
             f"{wrapped}\nfrom torch.distributed.optim import ZeroRedundancyOptimizer\n"
             f"optimizer = ZeroRedundancyOptimizer(\n"
-            f"    model.parameters(), optimizer_class=torch.optim.{kind}, ...\n)"
+            f"    model.parameters(), optimizer_class=torch.optim.{kind}, **given  # what {kind} was given\n)"
         )
 
 

@@ -109,6 +109,17 @@ def test_a_plan_that_was_damaged_by_hand_is_told_with_exit_code_64(before: str, 
     assert caught.value.exit_code == 64
 
 
+def test_changes_that_exclude_each_other_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text(replace(PLAN, changes=(*PLAN.changes, Change("checkpoint-blocks"))).to_toml())
+    with pytest.raises(PlanError, match="there twice"):
+        read_plan(file)
+    excluding = Change("optimizer-8bit", {"library": "bitsandbytes", "bits": 8})
+    file.write_text(replace(PLAN, changes=(*PLAN.changes, excluding)).to_toml())
+    with pytest.raises(PlanError, match="optimizer-implementation and optimizer-8bit exclude each other"):
+        read_plan(file)
+
+
 def test_a_plan_is_read_and_written_by_the_name_of_its_file(tmp_path: Path) -> None:
     name = str(tmp_path / "plan.toml")
     write_plan(name, PLAN)

@@ -17,7 +17,7 @@ from oomproof.gpus import GPUSpec
 from oomproof.gpus.toml import parse_toml
 from oomproof.plan.candidate import Trial
 from oomproof.plan.facts import Facts
-from oomproof.plan.technique import Change, techniques
+from oomproof.plan.technique import Change, conflict, techniques
 
 SCHEMA = "oomproof.plan/1"
 MOST_BYTES = 10 * 2**20
@@ -155,6 +155,9 @@ class Plan:
                 + _cure(plan.tool)
             )
         _check_options(changes, where)
+        against = conflict(changes)
+        if against is not None:
+            raise PlanError(f"{where} cannot be applied: {against}; take one of them out, or plan again")
         return plan
 
 

@@ -111,7 +111,7 @@ def applicable(
         for options in technique.variants(facts):
             fidelity = technique.fidelity_of(options)
             if FIDELITIES.index(fidelity) > FIDELITIES.index(allow):
-                unfit.append((technique.name, f"it is {fidelity}; --allow {fidelity} lets a plan go so far"))
+                unfit.append((technique.name, f"less faithful than a plan may be; --allow {fidelity} lets it"))
                 break
             moves.append((LEVELS[fidelity], technique.rank, Change(technique.name, options)))
     moves.sort(key=lambda move: move[:2])

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-from oomproof.plan.candidate import WORTH, Trial, to_json
+from oomproof.plan.candidate import AS_FAST, WORTH, Trial, to_json
 from oomproof.plan.planning import Planned
 from oomproof.report.plan_code import code
 from oomproof.report.plan_table import FIDELITY, rows, table, time
@@ -153,9 +153,13 @@ def _lost(trial: Trial, winner: Trial, planned: Planned) -> str:
         return f"it fits, but is {FIDELITY[trial.candidate.fidelity]}" + (f": {why}" if why else "")
     if trial.time is None:
         return "it fits, but the time of a step is unknown"
-    if trial.expected_time > winner.expected_time:
+    if trial.expected_time > winner.expected_time * AS_FAST:
         return f"it fits, but a step takes {time(trial)}"
-    return "it fits and is as fast, but is less simple or less faithful"
+    if trial.candidate.fidelity != winner.candidate.fidelity:
+        return f"it fits and is as fast, but is only {FIDELITY[trial.candidate.fidelity]}"
+    if len(trial.candidate.changes) > len(winner.candidate.changes):
+        return f"it fits and is as fast, but takes {len(trial.candidate.changes)} changes"
+    return f"it fits, but a step takes {time(trial)}, nearly the same"
 
 
 def less_faithful(trial: Trial, planned: Planned) -> list[tuple[str, str]]:

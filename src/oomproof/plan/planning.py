@@ -19,7 +19,7 @@ from oomproof.plan.candidate import LEVELS, Trial, best
 from oomproof.plan.document import Plan
 from oomproof.plan.facts import Facts
 from oomproof.plan.refine import NAME, BlockChoice
-from oomproof.plan.search import Budget, Evaluate, Found, Search, applicable
+from oomproof.plan.search import AT_ONCE, Budget, Evaluate, Found, Search, applicable
 from oomproof.plan.state import State
 from oomproof.plan.technique import Change, techniques, world_size
 from oomproof.plan.trials import Trials
@@ -106,6 +106,7 @@ def plan(
             allow=allow,
             budget=Budget(candidates=candidates, seconds=seconds),
             explore=explore,
+            at_once=max(AT_ONCE, 2 * trials.workers),
             by_hand=lambda change: change.technique.only_proposed(facts, change.options),
             refine=BlockChoice(trials, facts, spec.memory_bytes) if _may_refine(only, without) else None,
         )

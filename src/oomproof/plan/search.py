@@ -36,7 +36,7 @@ FASTER = 1 / AS_FAST
 #: Where nothing is guessed to fit, so many of the smallest are tried for the answer how far it is.
 CLOSEST = 6
 
-#: Candidates that are given to be run together.
+#: Candidates that are given to be run together where a machine runs two at once.
 AT_ONCE = 4
 
 #: A technique makes sense where what it lowers is at least so much of the peak.
@@ -143,12 +143,14 @@ class Search:
         allow: str = "approximate",
         budget: Budget | None = None,
         explore: bool = False,
+        at_once: int = AT_ONCE,
         by_hand: Callable[[Change], bool] = lambda change: change.technique.proposal_only,
         refine: Callable[[Trial | None, int], Iterable[Trial]] | None = None,
     ) -> None:
         """``moves`` are the changes to try. ``refine`` yields trials of choices per block around the best so far.
 
-        With ``explore`` the rest of the budget goes into sets that need not be tried for the answer. ``by_hand`` tells
+        With ``explore`` the rest of the budget goes into sets that need not be tried for the answer. ``at_once`` is how
+        many candidates are given to be run together: the budget is asked between them. ``by_hand`` tells
         which changes only a person can make: they are run alone, and never win.
         """
         self._baseline = baseline
@@ -158,6 +160,7 @@ class Search:
         self._budget = budget or Budget()
         self._refine = refine
         self._explore = explore
+        self._at_once = at_once
         self._by_hand = by_hand
         self._moves = list(moves)
         self._trials: dict[str, Trial] = {baseline.candidate.key: baseline}
@@ -235,11 +238,11 @@ class Search:
         """Try sets in the order of their guessed times until none could be faster than the best that fits."""
         ahead = [g for g in guesses if g.candidate.key not in self._trials]
         while self._budget.left():
-            batch = [g.candidate for g in ahead[:AT_ONCE] if self._could_win(g)]
+            batch = [g.candidate for g in ahead[: self._at_once] if self._could_win(g)]
             if not batch:
                 return
             self._try(batch)
-            ahead = ahead[AT_ONCE:]
+            ahead = ahead[self._at_once :]
 
     def _could_win(self, guess: Guess) -> bool:
         found = self._best()
@@ -252,7 +255,7 @@ class Search:
     def _try(self, candidates: Sequence[Candidate]) -> None:
         fresh = [c for c in candidates if c.key not in self._trials]
         while fresh and self._budget.left():
-            some = fresh[: min(AT_ONCE, self._budget.left())]
+            some = fresh[: min(self._at_once, self._budget.left())]
             self._take(self._evaluate(some))
             fresh = fresh[len(some) :]
 

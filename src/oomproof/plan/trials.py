@@ -87,6 +87,11 @@ class Trials:
         self._bench.close()
         self._world_folder.cleanup()
 
+    @property
+    def workers(self) -> int:
+        """How many runs there are at once."""
+        return self._bench.workers
+
     def baseline(self) -> tuple[Trial, Facts]:
         """Run the script as it is and find out about it. Raises OomproofError where it does not run at all."""
         ran = next(self._run([Candidate(changes=())], survey=True))

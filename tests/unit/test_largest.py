@@ -121,6 +121,19 @@ def shown(found: largest.Largest, job: api.Job) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
+@pytest.mark.parametrize(("easy", "hard"), [(155, 172), (155, 180), (1000, 1200), (8, 9), (40, 41)])
+def test_what_fits_by_retries_is_not_gone_through_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, easy: int, hard: int
+) -> None:
+    """A ResNet-50 fits a T4 by retries far beyond the batch whose demand is the memory."""
+    ran = by_retries(monkeypatch, easy, hard)
+    found = find_largest(job("train.py", "--batch", "32"), "--batch")
+    assert (found.answer.value, found.easy.value) == (hard, easy)  # type: ignore[union-attr]
+    assert found.settled
+    assert found.easy_settled
+    assert len(ran) <= largest.ROUNDS + largest.MORE_ROUNDS
+
+
 @pytest.mark.parametrize("start", [1, 40, 157, 500])
 def test_what_fits_by_retries_only_is_told_from_what_fits(monkeypatch: pytest.MonkeyPatch, start: int) -> None:
     """The largest of both is found, each by runs, and no row that fits says "over"."""

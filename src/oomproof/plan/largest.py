@@ -15,6 +15,7 @@ from oomproof.plan.technique import Change
 ROUNDS = 16  # runs at most: a line through two of them leads to the answer in five or six
 MORE_ROUNDS = 8  # for the largest without retries, where the largest that fits needs some
 MOST = 1 << 40
+STRIDE = 16  # what fits by retries is gone on from by a sixteenth of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +156,8 @@ def _next(so_far: Largest, memory_bytes: int, enough: Enough, *, halve: bool) ->
     else:
         guess = _on_line(so_far.tried[-2], so_far.tried[-1], memory_bytes)
     guess = guess // step * step
+    if low is not None and low.measurement.demand.device_bytes >= memory_bytes:  # by retries: no line ends there
+        halve, guess = True, least + max(step, least // STRIDE // step * step)
     if high is None:  # nothing was too much yet: at least a step on, at most eight times as far
         return min(max(guess, least + step), max(least, step) * 8) if least < MOST else None
     middle = (least + high.value) // 2 // step * step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -87,15 +86,15 @@ class Trial:
     def price(self) -> float:
         """Return what time and fidelity cost together: how often as long as the script as it is, twice for each level.
 
-        To be faster than the script as it is makes up for nothing. An unknown time counts as ``WORTH``.
+        To be faster than the script as it is makes up for nothing, and no fidelity is given up for a mere doubt about
+        the time: it counts as expected, an unknown one as ``WORTH``.
         """
-        return price(self.candidate.level, self.expected_time if math.isfinite(self.expected_time) else WORTH)
+        return price(self.candidate.level, WORTH if self.time is None else self.time.expected)
 
-    def order(self) -> tuple[float, int, float, int, int, str]:
-        """Return what trials that fit are sorted by: price, fidelity, time, number of changes; the mildest first."""
+    def order(self) -> tuple[int, float, int, int, str]:
+        """Return what trials that fit are sorted by: level of fidelity, time, number of changes; the mildest first."""
         candidate = self.candidate
-        mildness = -(self.peak_bytes or 0)
-        return self.price, candidate.level, self.expected_time, len(candidate.changes), mildness, candidate.key
+        return candidate.level, self.expected_time, len(candidate.changes), -(self.peak_bytes or 0), candidate.key
 
 
 def price(level: int, time: float) -> float:
@@ -104,15 +103,19 @@ def price(level: int, time: float) -> float:
 
 
 def best(trials: Sequence[Trial]) -> Trial | None:
-    """Return the cheapest of those that fit; of equally fast ones the more faithful and the simpler.
+    """Return the one of least price of those that fit; of equally fast ones the more faithful and the simpler.
 
     None of them has a change that only the person can make.
     """
     fitting = [t for t in trials if t.fits and not t.candidate.by_hand]
-    if not fitting:
-        return None
+    levels = sorted({t.candidate.level for t in fitting})
+    of_levels = [_best_of_level([t for t in fitting if t.candidate.level == level]) for level in levels]
+    return min(of_levels, key=lambda t: t.price, default=None)
+
+
+def _best_of_level(fitting: Sequence[Trial]) -> Trial:
     first = min(fitting, key=Trial.order)
-    same = [t for t in fitting if t.candidate.level == first.candidate.level and _as_fast(t, first)]
+    same = [t for t in fitting if _as_fast(t, first)]
     return min(same, key=lambda t: (FIDELITIES.index(t.candidate.fidelity), len(t.candidate.changes), t.order()))
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from oomproof.plan.block_surveys import Survey, problem_from_surveys
 from oomproof.plan.blocks import Choice, Problem, solve
-from oomproof.plan.candidate import Candidate, Trial
+from oomproof.plan.candidate import Candidate, Trial, best
 from oomproof.plan.facts import Facts
 from oomproof.plan.search import FASTER
 from oomproof.plan.technique import Change, techniques
@@ -59,8 +59,7 @@ class BlockChoice:
             self._done.add(base)
             changes = next(c for c in around if Candidate(changes=c).key == base)
             for trial in self._around(changes, found):
-                if trial.fits and (found is None or trial.order() < found.order()):
-                    found = trial
+                found = best([trial] if found is None else [found, trial])
                 yield trial
 
     def _around(self, base: tuple[Change, ...], found: Trial | None) -> Iterator[Trial]:

@@ -250,7 +250,7 @@ class Search:
             return True
         if guess.candidate.level == found.candidate.level:
             return guess.time < found.expected_time * FASTER
-        return price(guess.candidate.level, guess.time) < found.price
+        return price(guess.candidate.level, guess.expected) < found.price
 
     def _try(self, candidates: Sequence[Candidate]) -> None:
         fresh = [c for c in candidates if c.key not in self._trials]
@@ -270,11 +270,12 @@ class Search:
 class Guess:
     """What a set of changes would do if each did what it does alone: factors on the time and on each category."""
 
-    __slots__ = ("candidate", "peak_bytes", "time")
+    __slots__ = ("candidate", "expected", "peak_bytes", "time")
 
     def __init__(self, baseline: Trial, singles: Sequence[Trial]) -> None:
         self.candidate = Candidate(changes=tuple(t.candidate.changes[0] for t in singles))
         self.time = math.prod(t.expected_time if math.isfinite(t.expected_time) else 1.0 for t in singles)
+        self.expected = math.prod(t.time.expected if t.time is not None else 1.0 for t in singles)
         parts = parts_of(baseline)
         for trial in singles:
             for what, factor in factors(baseline, trial).items():

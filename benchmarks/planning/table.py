@@ -87,6 +87,7 @@ def row(case: Case, shrink: float, demand: int, folder: Path) -> dict[str, objec
         "time": planned.plan.relative_time if planned.plan else None,
         "peak_bytes": planned.plan.device_bytes if planned.plan else found.closest.peak_bytes,
         "closest": None if planned.plan else found.closest.candidate.label,
+        "fits_as_it_is": planned.fits_as_it_is,
     }
     if planned.plan is not None:
         with tempfile.TemporaryDirectory() as scratch:
@@ -108,7 +109,12 @@ def render(rows: list[dict[str, object]]) -> str:
     for r in rows:
         memory, demand, peak = (float(r[k]) / GIB for k in ("memory_bytes", "demand_bytes", "peak_bytes"))  # type: ignore[arg-type]
         changes, time_ = r["changes"], r["time"]
-        what = " + ".join(changes) if isinstance(changes, list) else f"nothing fits; closest: {r['closest']}"
+        if isinstance(changes, list):
+            what = " + ".join(changes)
+        elif r.get("fits_as_it_is"):
+            what = "nothing has to change: it fits where the allocator gives back what it has cached"
+        else:
+            what = f"nothing fits; closest: {r['closest']}"
         shown = f"{time_[1]:.2f} ({time_[0]:.2f} to {time_[2]:.2f})" if isinstance(time_, (list, tuple)) else ""
         same = "the same bytes" if r.get("applied_bytes") == r.get("planned_bytes") else str(r.get("applied_bytes"))
         lines.append(

@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import sys
+from typing import Any
 
 import pytest
 
@@ -68,6 +69,7 @@ def test_it_says_what_it_is(technique: Technique) -> None:
 def test_its_variants_are_json_have_a_fidelity_and_code(technique: Technique) -> None:
     variants = list(technique.variants(FACTS))
     for options in variants:
+        assert technique.wrong(options) is None
         change = Change(technique.name, options)
         assert Change(change.to_json()["technique"], change.to_json().get("options", {})) == change
         assert technique.fidelity_of(options) in FIDELITIES
@@ -123,3 +125,24 @@ def test_batches_are_cut_into_no_more_pieces_than_help() -> None:
     large = FACTS._replace(loaders=(Loader(8000, 100_000, True, True),), framework="code")
     parts = [options["parts"] for options in techniques()["micro-batch"].variants(large)]
     assert parts == [2, 4, 8, 16, 32, 64]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("offload-activations", {"of": "bananas"}, "'blocks' or 'model'"),
+        ("offload-activations", {"off": "blocks"}, "no option off; it has of"),
+        ("micro-batch", {"parts": "2"}, "it can be int"),
+        ("micro-batch", {"parts": True}, "it can be int"),
+        ("optimizer-8bit", {"library": "torchao", "bits": 5}, "8 or 4"),
+        ("drop-outputs", {"all": True}, "none"),
+    ],
+)
+def test_options_that_there_are_not_are_told(name: str, options: dict[str, Any], said: str) -> None:
+    assert said in str(techniques()[name].wrong(options))
+
+
+def test_the_code_accumulates_what_the_script_does_times_the_pieces() -> None:
+    """A Trainer that takes the gradients of two batches for a step takes those of four when each is cut in two."""
+    facts = FACTS._replace(framework="trainer", backwards_per_step=2)
+    assert "gradient_accumulation_steps=4" in str(techniques()["micro-batch"].code({"parts": 2}, "trainer", facts))

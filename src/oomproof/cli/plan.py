@@ -88,6 +88,10 @@ def main(
             "--executor": (executor, "local"),
             "--workers": workers,
             "--resume": resume,
+            "-o": output,
+            "--emit": emit,
+            "--html": html,
+            "-q": quiet,
         }
     )
     if largest is not None:
@@ -136,6 +140,8 @@ def main(
         sys.stdout.write(report.to_json_text(planned))
     else:
         print_sheet(report.body(planned, emit), after(planned, saved, options))
+    if output is not None and saved is None:
+        print(f"oomproof: there is no plan to write to {output}", file=sys.stderr)
     raise typer.Exit(EXIT_FITS if planned.found.winner is not None else EXIT_DOES_NOT_FIT)
 
 

@@ -172,6 +172,9 @@ def _check_options(changes: Sequence[Change], where: str) -> None:
     """Have each technique read its options. Raises PlanError where one is missing or of another kind."""
     for change in changes:
         technique = change.technique
+        wrong = technique.wrong(change.options)
+        if wrong is not None:
+            raise PlanError(f"{where} is damaged: {wrong}; correct it or plan again")
         try:
             technique.shown(change.options)
             technique.fidelity_of(change.options)

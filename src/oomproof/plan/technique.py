@@ -69,8 +69,21 @@ class Technique:
     needs: tuple[str, ...] = ()
     extra: str = ""
     excludes: frozenset[str] = frozenset()
+    accepts: Mapping[str, Any] = {}  # options: the type of each, a tuple of types, or of the values there are
     rank: int = 50
     proposal_only: bool = False  # the real run is the person's to change; the phantom shows what it would save
+
+    def wrong(self, options: Options) -> str | None:
+        """Return which option there is not, or what it cannot be; None where all are known."""
+        for name, value in options.items():
+            if name not in self.accepts:
+                return f"{self.name} has no option {name}; it has {', '.join(self.accepts) or 'none'}"
+            wanted = self.accepts[name]
+            choices = wanted if isinstance(wanted, tuple) else (wanted,)
+            if not any(_is(value, choice) for choice in choices):
+                words = (c.__name__ if isinstance(c, type) else repr(c) for c in choices)
+                return f"{name} of {self.name} is {value!r}; it can be {' or '.join(words)}"
+        return None
 
     def shown(self, options: Options) -> str:
         """Return the options as tables show them."""
@@ -135,6 +148,15 @@ def in_code(name: str) -> str:
     if all(part.isidentifier() and not keyword.iskeyword(part) for part in name.split(".")):
         return f"model.{name}"
     return f"model.get_submodule({name!r})"  # members of a list or a Sequential have numbers for names
+
+
+def _is(value: Any, choice: Any) -> bool:
+    """Return whether a value is a choice, or of that type: True is no number, but a whole number may be a float."""
+    if not isinstance(choice, type):
+        return type(value) is type(choice) and value == choice
+    return (
+        type(value) is choice or (choice is float and type(value) is int) or (choice is list and type(value) is tuple)
+    )
 
 
 @cache

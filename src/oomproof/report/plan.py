@@ -130,11 +130,14 @@ def reasons(planned: Planned) -> list[str]:
     if winner is None or winner is found.baseline:
         return []
     fitting = [t for t in found.trials if t.fits]
-    lines = [
-        f"{plural(len(found.trials), 'set')} of changes ran, {len(fitting)} fit; of these #1 is the fastest, where "
-        f"less than the same maths counts as {WORTH:g} times as long; of equally fast ones it is the most faithful, "
-        "then the simplest"
-    ]
+    ran = f"{plural(len(found.trials), 'set')} of changes ran, {len(fitting)} fit; of these #1 "
+    if winner.time is None:
+        lines = [f"{ran}is the most faithful, then the simplest, then the one that changes least: times are unknown"]
+    else:
+        lines = [
+            f"{ran}is the fastest, where less than the same maths counts as {WORTH:g} times as long; of equally fast "
+            "ones it is the most faithful, then the simplest"
+        ]
     lines += [f"{change.label}: {change.technique.title}" for change in winner.candidate.changes]
     for number, trial in list(enumerate(rows(planned), 1))[2:6]:
         lines.append(f"not #{number} {trial.candidate.label}: {_lost(trial, winner, planned)}")

@@ -26,6 +26,7 @@ class TakeAdafactor(ReplaceOptimizer):
     keeps = "parameters and gradients; a vector keeps a second moment of its own size"
     rests_on = "torch.optim.Adafactor, before 2.5 transformers.optimization.Adafactor"
     source = "https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html"
+    accepts = {"library": ("torch", "transformers")}
     needs = ("transformers",)
     extra = "transformers, or PyTorch 2.5 or newer"
     excludes = STATES - {"adafactor"}

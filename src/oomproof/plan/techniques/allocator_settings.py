@@ -25,6 +25,7 @@ class AllocatorSettings(Technique):
     keeps = "anything that is allocated: it lowers what is reserved beyond that"
     rests_on = "PYTORCH_ALLOC_CONF"
     source = "https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf"
+    accepts = {"settings": str}
     rank = 0
 
     def shown(self, options: Options) -> str:

@@ -36,6 +36,7 @@ class Autocast(Technique):
     )
     rests_on = "torch.autocast and torch.amp.GradScaler"
     source = "https://docs.pytorch.org/docs/stable/amp.html"
+    accepts = {"dtype": ("bfloat16", "float16")}
     excludes = frozenset(("pure-bf16",))
     rank = 5
 

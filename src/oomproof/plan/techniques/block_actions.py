@@ -41,6 +41,7 @@ class BlockActions(Technique):
     keeps = "parameters, gradients and optimizer states; and the activations of the blocks that keep them"
     rests_on = "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), torch.autograd.graph.saved_tensors_hooks"
     source = "https://docs.pytorch.org/docs/stable/checkpoint.html"
+    accepts = {"actions": dict, "save": ("matmul", "attention", "matmul+attention"), "smallest": int}
     excludes = frozenset(("checkpoint-blocks", "checkpoint-selective", "offload-activations", "compile-budget"))
     rank = 45
 

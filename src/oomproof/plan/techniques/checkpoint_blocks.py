@@ -25,6 +25,7 @@ class CheckpointBlocks(Technique):
     keeps = "parameters, gradients and optimizer states; and the activations of one block at a time"
     rests_on = "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
     source = "https://docs.pytorch.org/docs/stable/checkpoint.html"
+    accepts = {"blocks": list}
     excludes = frozenset(("checkpoint-selective", "offload-activations", "block-actions", "compile-budget"))
     rank = 20
 

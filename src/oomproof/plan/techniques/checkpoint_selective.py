@@ -33,6 +33,7 @@ class CheckpointSelective(Technique):
     )
     rests_on = "torch.utils.checkpoint.create_selective_checkpoint_contexts"
     source = "https://docs.pytorch.org/docs/stable/checkpoint.html"
+    accepts = {"save": ("matmul", "attention", "matmul+attention"), "blocks": list}
     excludes = frozenset(("checkpoint-blocks", "offload-activations", "block-actions", "compile-budget"))
     rank = 25
 

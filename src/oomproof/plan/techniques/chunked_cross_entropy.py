@@ -38,6 +38,7 @@ class ChunkedCrossEntropy(Technique):
     keeps = "the head's weight and its gradient; and nothing where the script reads the logits for more than the loss"
     rests_on = "torch.nn.functional.linear_cross_entropy, liger-kernel, or PyTorch's own operators"
     source = "https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.linear_cross_entropy.html"
+    accepts = {"use": ("blocks", "torch", "liger"), "blocks": int}
     excludes = frozenset(("compile-budget",))
     rank = 15
 

@@ -28,6 +28,7 @@ class ClearGradients(Technique):
     keeps = "the gradients of the backward pass itself: it lowers a peak that lies in the forward pass or soon after"
     rests_on = "torch.optim.Optimizer.zero_grad(set_to_none=True)"
     source = "https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html"
+    accepts = {"when": ("zero-grad", "after-step")}
     excludes = frozenset(("step-in-backward",))
     rank = 5
 

@@ -26,6 +26,7 @@ class CompileBudget(Technique):
     keeps = "parameters, gradients and optimizer states; and what is computed where the compiler breaks the graph"
     rests_on = "torch.compile and torch._functorch.config.activation_memory_budget"
     source = "https://pytorch.org/blog/activation-checkpointing-techniques/"
+    accepts = {"budget": float}
     excludes = frozenset(("checkpoint-blocks", "checkpoint-selective", "offload-activations", "chunked-cross-entropy"))
     rank = 40
 

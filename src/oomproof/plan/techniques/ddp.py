@@ -101,6 +101,14 @@ class DataParallel(Technique):
     keeps = "parameters, gradients and optimizer states: each GPU has them whole, and buckets of gradients beside them"
     rests_on = "torch.nn.parallel.DistributedDataParallel(..., gradient_as_bucket_view=True)"
     source = "https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html"
+    accepts = {
+        "gpus": int,
+        "gradient_as_bucket_view": bool,
+        "bucket_cap_mb": float,
+        "static_graph": bool,
+        "find_unused_parameters": bool,
+        "batch_norm": ("synchronised", "own"),
+    }
     excludes = frozenset(("fsdp2", "zero1", "tensor-parallel"))
     rank = 60
 

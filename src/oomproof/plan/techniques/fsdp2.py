@@ -172,6 +172,13 @@ class FullySharded(Technique):
     keeps = "the block that runs, which is whole, and the next one, which is fetched meanwhile"
     rests_on = "torch.distributed.fsdp.fully_shard"
     source = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
+    accepts = {
+        "gpus": int,
+        "reshard_after_forward": (bool, int),
+        "mixed_precision": ("bfloat16", "float16"),
+        "cpu_offload": bool,
+        "blocks": list,
+    }
     excludes = frozenset(("ddp", "zero1", "tensor-parallel"))
     rank = 64
 

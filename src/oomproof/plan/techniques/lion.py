@@ -22,6 +22,7 @@ class TakeLion(ReplaceOptimizer):
     keeps = "parameters and gradients; half of Adam's states"
     rests_on = "lion_pytorch.Lion, bitsandbytes.optim.Lion and Lion8bit"
     source = "https://github.com/lucidrains/lion-pytorch"
+    accepts = {"library": ("lion-pytorch", "bitsandbytes"), "bits": (32, 8)}
     needs = ("lion_pytorch", "bitsandbytes")
     extra = "lion-pytorch (or bitsandbytes; both: oomproof[optimizers])"
     excludes = STATES - {"lion"}

@@ -31,6 +31,7 @@ class LoRA(Technique):
     )
     rests_on = "peft.inject_adapter_in_model(LoraConfig(...), model)"
     source = "https://huggingface.co/docs/peft/package_reference/lora"
+    accepts = {"rank": int, "alpha": float, "targets": (str, list), "model": str}
     needs = ("peft",)
     extra = "peft (or oomproof[lora])"
     excludes = frozenset(("qlora", "prune-channels"))

@@ -44,6 +44,7 @@ class MicroBatch(Technique):
     keeps = "parameters, gradients and optimizer states: gradients now stay from the first piece to the step"
     rests_on = "torch.autograd.backward, which adds to .grad"
     source = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-accumulation"
+    accepts = {"parts": int, "loaders": list, "unequal": list}
     excludes = frozenset(("split-forward", "step-in-backward"))
     rank = 15
 
@@ -129,17 +130,18 @@ class MicroBatch(Technique):
 
     def code(self, options: Options, framework: str, facts: Facts) -> str | None:
         parts = options["parts"]
+        steps = parts * facts.backwards_per_step  # of a script that accumulates already
         size = facts.batch_size
         micro = size // parts if size and size % parts == 0 else f"{size} // {parts}"
         if framework == "trainer":
-            return f"TrainingArguments(..., per_device_train_batch_size={micro}, gradient_accumulation_steps={parts})"
+            return f"TrainingArguments(..., per_device_train_batch_size={micro}, gradient_accumulation_steps={steps})"
         if framework == "lightning":
-            return f"DataLoader(..., batch_size={micro})\nTrainer(..., accumulate_grad_batches={parts})"
+            return f"DataLoader(..., batch_size={micro})\nTrainer(..., accumulate_grad_batches={steps})"
         if framework == "deepspeed":
-            return f'"train_micro_batch_size_per_gpu": {micro},\n"gradient_accumulation_steps": {parts}'
+            return f'"train_micro_batch_size_per_gpu": {micro},\n"gradient_accumulation_steps": {steps}'
         if framework == "accelerate":
             return (
-                f"accelerator = Accelerator(gradient_accumulation_steps={parts})\n"
+                f"accelerator = Accelerator(gradient_accumulation_steps={steps})\n"
                 f"loader = DataLoader(..., batch_size={micro})\n\n"
                 "for batch in loader:\n"
                 "    with accelerator.accumulate(model):\n"

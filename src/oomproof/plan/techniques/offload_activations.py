@@ -38,6 +38,7 @@ class OffloadActivations(Technique):
     )
     rests_on = "torch.autograd.graph.saved_tensors_hooks"
     source = "https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html"
+    accepts = {"of": ("blocks", "model"), "blocks": list, "smallest": int}
     excludes = frozenset(("checkpoint-blocks", "checkpoint-selective", "block-actions", "compile-budget"))
     rank = 40
 

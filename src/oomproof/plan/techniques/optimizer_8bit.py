@@ -38,6 +38,7 @@ class Optimizer8bit(ReplaceOptimizer):
     )
     rests_on = "bitsandbytes.optim.AdamW8bit, torchao.optim.AdamW8bit and AdamW4bit"
     source = "https://huggingface.co/docs/bitsandbytes/main/en/reference/optim/adamw"
+    accepts = {"library": ("bitsandbytes", "torchao"), "bits": (8, 4), "embeddings": (8, 32)}
     needs = ("bitsandbytes", "torchao")
     extra = "bitsandbytes (or torchao; both: oomproof[optimizers])"
     excludes = STATES - {"optimizer-8bit"}

@@ -28,6 +28,7 @@ class OptimizerImplementation(Technique):
     keeps = "the optimizer's states; and nothing where the peak is in the backward pass"
     rests_on = "torch.optim.AdamW(fused=True) and foreach=False"
     source = "https://docs.pytorch.org/docs/stable/optim.html"
+    accepts = {"use": ("fused", "for-loop")}
     excludes = STATES - {"optimizer-bf16-states", "sgd"}  # the others bring a step of their own
     rank = 10
 

@@ -44,6 +44,7 @@ class OffloadOptimizer(Technique):
     keeps = "parameters; and gradients, unless these are sent to the host as well"
     rests_on = "torch.optim.Optimizer.register_step_pre_hook and register_step_post_hook; the CPU's fused kernels"
     source = "https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.register_step_pre_hook.html"
+    accepts = {"gradients": bool}
     excludes = (STATES - {"offload-optimizer"}) | {"step-in-backward"}
     rank = 60
 

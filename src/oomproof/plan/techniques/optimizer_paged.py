@@ -26,6 +26,7 @@ class PagedOptimizer(ReplaceOptimizer):
     )
     rests_on = "bitsandbytes.optim.PagedAdamW"
     source = "https://huggingface.co/docs/bitsandbytes/main/en/optimizers#paged-optimizers"
+    accepts = {"bits": (32, 8)}
     needs = ("bitsandbytes",)
     extra = "bitsandbytes (or oomproof[optimizers])"
     excludes = STATES - {"optimizer-paged"}

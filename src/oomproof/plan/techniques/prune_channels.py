@@ -36,6 +36,7 @@ class PruneChannels(Technique):
     )
     rests_on = "torch_pruning.pruner.BasePruner(model, example_inputs, importance, pruning_ratio=...)"
     source = "https://github.com/VainF/Torch-Pruning"
+    accepts = {"ratio": float, "model": str}
     needs = ("torch_pruning",)
     extra = "torch-pruning (or oomproof[pruning])"
     excludes = frozenset(("lora", "qlora", "int8-frozen", "share-blocks"))

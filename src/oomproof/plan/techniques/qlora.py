@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from oomproof.plan.adapters import CAUTION, Adapters, code_of_lora, unfit_for_adapters
 from oomproof.plan.layers import is_conv1d, named_kind, option_of
 from oomproof.plan.technique import CannotApply, Options, Technique
+from oomproof.plan.techniques import lora
 
 if TYPE_CHECKING:
     from oomproof.plan.facts import Facts
@@ -33,6 +34,7 @@ class QLoRA(Technique):
     )
     rests_on = "bitsandbytes.nn.Linear4bit(quant_type='nf4') and peft.inject_adapter_in_model(LoraConfig(...), model)"
     source = "https://huggingface.co/docs/bitsandbytes/fsdp_qlora"
+    accepts = {**lora.TECHNIQUE.accepts, "double": bool}
     needs = ("peft", "bitsandbytes")
     extra = "peft bitsandbytes (or oomproof[qlora])"
     excludes = frozenset(("lora", "prune-channels", "share-blocks", "int8-frozen"))

@@ -22,6 +22,7 @@ class TakeSGD(ReplaceOptimizer):
     keeps = "parameters and gradients; with momentum, half of Adam's states"
     rests_on = "torch.optim.SGD"
     source = "https://docs.pytorch.org/docs/stable/generated/torch.optim.SGD.html"
+    accepts = {"momentum": float}
     excludes = STATES - {"sgd"}
     rank = 70
 

@@ -33,6 +33,7 @@ class ShareBlocks(Technique):
     )
     rests_on = "block.weight = other_block.weight"
     source = "https://arxiv.org/abs/1909.11942"
+    accepts = {"groups": int, "model": str}
     excludes = frozenset(("qlora", "prune-channels"))
     rank = 70
 

@@ -33,6 +33,7 @@ class SplitForward(Technique):
     keeps = "parameters, gradients and optimizer states; and what the model returns, which stays whole, with its loss"
     rests_on = "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
     source = "https://docs.pytorch.org/docs/stable/checkpoint.html"
+    accepts = {"parts": int, "unequal": list}
     excludes = frozenset(("micro-batch", "compile-budget"))
     rank = 30
 

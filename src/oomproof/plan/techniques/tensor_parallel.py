@@ -197,6 +197,7 @@ class TensorParallel(Technique):
     keeps = "activations between the split modules, which every GPU has whole; and modules that the plan does not name"
     rests_on = "torch.distributed.tensor.parallel.parallelize_module"
     source = "https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html"
+    accepts = {"gpus": int, "plan": dict}
     excludes = frozenset(("ddp", "zero1", "fsdp2"))
     rank = 66
 

@@ -29,6 +29,7 @@ class ZeroOne(Technique):
     keeps = "parameters and gradients: each GPU has them whole; whole parameters are spread, so one GPU may get more"
     rests_on = "torch.distributed.optim.ZeroRedundancyOptimizer, over DistributedDataParallel"
     source = "https://docs.pytorch.org/docs/stable/distributed.optim.html"
+    accepts = ddp.TECHNIQUE.accepts
     excludes = frozenset(("ddp", "fsdp2", "tensor-parallel"))
     rank = 62
 

@@ -12,7 +12,6 @@ from oomproof.errors import EnvironmentMissingError, ScriptError
 from oomproof.gpus import get_gpu
 from oomproof.measure.assemble import Outcome, assemble, read_outcome
 from oomproof.measure.ledger import CATEGORIES
-from oomproof.report.verdict import device_bounds
 
 GPU = get_gpu("t4")
 MIB = 1 << 20
@@ -251,7 +250,7 @@ def test_outcomes_are_read_from_the_run_folder(tmp_path: Path) -> None:
 def test_convolutions_leave_the_cache_open() -> None:
     """With cuDNN's workspaces the allocator caches differently: the device's low end is the allocated peak."""
     found = measured(finding(optional_workspaces={"cuDNN convolution": 50 * MIB}))
-    low, high = device_bounds(found)
+    low, high = found.device_bounds
     peak, context = found.peak, GPU.context_bytes
     assert low == peak.allocated_bytes + context[0]
     assert high == peak.reserved_bytes + 50 * MIB + context[2]

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 import pytest
 from measurement_samples import fitting
 
-from oomproof.measure.measurement import Breakdown, Demand
+from oomproof.measure.measurement import Breakdown, Demand, Range
 from oomproof.plan.candidate import AS_FAST, WORTH, Candidate, Trial, best
 from oomproof.plan.cost import Ratio
 from oomproof.plan.facts import Facts, Loader, Model, Optimizer
@@ -172,6 +172,22 @@ def test_a_level_of_fidelity_is_worth_twice_the_time_and_no_more() -> None:
     assert best([timed(exact, 1.0, GIB), fast]).candidate.level == 0  # type: ignore[union-attr]
     doubtful = replace(timed(exact, 1.1, GIB), time=Ratio(low=1.0, expected=1.1, high=9.0, unknown=("a kernel",)))
     assert best([doubtful, rough]) is doubtful
+
+
+def test_of_equally_fast_plans_one_that_surely_fits_wins() -> None:
+    """Even where another is simpler, but the range of what cannot be known reaches past the GPU for it."""
+    sure = timed(Change("micro-batch", {"parts": 2}), 1.0, GIB)
+    assert sure.measurement is not None
+    assert sure.surely_fits
+    exact = timed(Change("checkpoint-blocks"), 1.0, GIB)
+    assert exact.measurement is not None
+    assert best([sure, exact]) is exact
+    memory = exact.measurement.peak.device_bytes
+    wide = Range(what="workspace", low_bytes=0, high_bytes=memory, reason="")
+    gpu = replace(exact.measurement.gpu, memory_bytes=memory)
+    doubtful = replace(exact, measurement=replace(exact.measurement, gpu=gpu, ranges=(wide,)))
+    assert not doubtful.surely_fits
+    assert best([sure, doubtful]) is sure
 
 
 def test_of_unknown_times_the_mildest_of_the_most_faithful_wins() -> None:

@@ -236,6 +236,26 @@ class Measurement:
         """True when the verdict is "fits"."""
         return self.verdict == "fits"
 
+    @property
+    def device_bounds(self) -> tuple[int, int]:
+        """Return the lowest and highest device memory, in bytes, that the ranges allow for the peak.
+
+        The peak holds what is in ``outside`` for the context, communication and the cache, and the low end of every
+        other range.
+        """
+        held = {
+            "context": self.outside.context_bytes,
+            "communication": self.outside.communication_bytes,
+            "cached": self.outside.cached_bytes,
+            "values": self.peak.device_bytes,
+        }
+        low = high = self.peak.device_bytes
+        for item in self.ranges:
+            at = held.get(item.what, item.low_bytes)
+            low += min(0, item.low_bytes - at)
+            high += max(0, item.high_bytes - at)
+        return max(0, low), high
+
     def __bool__(self) -> bool:
         """Return ``fits``, so that ``if oomproof.fits(...)`` reads as it means."""
         return self.fits

@@ -73,6 +73,12 @@ class Trial:
         return self.measurement.demand.device_bytes if self.measurement is not None else None
 
     @property
+    def surely_fits(self) -> bool:
+        """True when it fits at the high end of what cannot be known, too."""
+        measured = self.measurement
+        return self.fits and measured is not None and measured.device_bounds[1] <= measured.gpu.memory_bytes
+
+    @property
     def expected_time(self) -> float:
         """Return the expected ratio: the high end where more was not counted than of the script as it is.
 
@@ -103,8 +109,9 @@ def price(level: int, time: float) -> float:
 
 
 def best(trials: Sequence[Trial]) -> Trial | None:
-    """Return the one of least price of those that fit; of equally fast ones the more faithful and the simpler.
+    """Return the one of least price of those that fit.
 
+    Of equally fast ones it is one that surely fits, then the most faithful, then the simplest.
     None of them has a change that only the person can make.
     """
     fitting = [t for t in trials if t.fits and not t.candidate.by_hand]
@@ -116,7 +123,12 @@ def best(trials: Sequence[Trial]) -> Trial | None:
 def _best_of_level(fitting: Sequence[Trial]) -> Trial:
     first = min(fitting, key=Trial.order)
     same = [t for t in fitting if _as_fast(t, first)]
-    return min(same, key=lambda t: (FIDELITIES.index(t.candidate.fidelity), len(t.candidate.changes), t.order()))
+    return min(same, key=_preference)
+
+
+def _preference(trial: Trial) -> tuple[Any, ...]:
+    candidate = trial.candidate
+    return not trial.surely_fits, FIDELITIES.index(candidate.fidelity), len(candidate.changes), trial.order()
 
 
 def _as_fast(one: Trial, other: Trial) -> bool:

@@ -12,7 +12,6 @@ from rich.text import Text
 
 from oomproof.measure.measurement import Measurement
 from oomproof.report.bars import Glyphs, Part, bar, stacked
-from oomproof.report.verdict import device_bounds
 from oomproof.report.words import clean, exact, is_untouched, place, plural, share, span
 from oomproof.units import format_bytes
 
@@ -65,7 +64,7 @@ def columns(*kinds: str) -> Table:
 def peak(view: View) -> list[Section]:
     """Show the peak to the byte, and as a bar against the GPU's memory."""
     m = view.measurement
-    low, high = device_bounds(m)
+    low, high = m.device_bounds
     rows = (
         ("allocated", m.peak.allocated_bytes, "max_memory_allocated()"),
         ("reserved", m.peak.reserved_bytes, "max_memory_reserved()"),

@@ -19,27 +19,6 @@ class Headline:
     colour: str
 
 
-def device_bounds(measurement: Measurement) -> tuple[int, int]:
-    """Return the lowest and highest device memory, in bytes, that the ranges allow for the peak.
-
-    The peak holds what is in ``outside`` for the context, communication and the cache, and the low end of every
-    other range.
-    """
-    outside = measurement.outside
-    held = {
-        "context": outside.context_bytes,
-        "communication": outside.communication_bytes,
-        "cached": outside.cached_bytes,
-        "values": measurement.peak.device_bytes,
-    }
-    low = high = measurement.peak.device_bytes
-    for item in measurement.ranges:
-        at = held.get(item.what, item.low_bytes)
-        low += min(0, item.low_bytes - at)
-        high += max(0, item.high_bytes - at)
-    return max(0, low), high
-
-
 def headline(measurement: Measurement) -> Headline:
     """Return the verdict as a person should read it."""
     if is_untouched(measurement):
@@ -68,7 +47,7 @@ def _fits(measurement: Measurement) -> Headline:
 
 def reservation(measurement: Measurement) -> tuple[str, str]:
     """Return with what reservation a measurement that fits does so, in capitals, and why; "" twice without one."""
-    _, high = device_bounds(measurement)
+    _, high = measurement.device_bounds
     if depends(measurement):
         why = f"with the largest of the counts that nobody knows it would take {format_bytes(high)}"
         return "DEPENDING ON VALUES", why
@@ -118,7 +97,7 @@ def _does_not_fit(measurement: Measurement) -> Headline:
             detail=f"{_figures(measurement)}: no room for {what} along the way",
             colour="red",
         )
-    low, _ = device_bounds(measurement)
+    low, _ = measurement.device_bounds
     maybe = f": the low end of the range, {format_bytes(low)}, would fit" if low <= measurement.gpu.memory_bytes else ""
     return Headline(
         verdict="DOES NOT FIT",

@@ -12,7 +12,7 @@ from oomproof.report import steps as step_report
 from oomproof.report.blocks import by_category, words
 from oomproof.report.page.data import COLOURS
 from oomproof.report.source import Source
-from oomproof.report.verdict import device_bounds, headline
+from oomproof.report.verdict import headline
 from oomproof.report.words import NextCommand, clean, exact, next_command, place, plural, share, span
 from oomproof.units import format_bytes
 
@@ -60,7 +60,7 @@ def figures(source: Source) -> str:
         _card("reserved", reserved, "the allocator's segments: max_memory_reserved()"),
     ]
     if measured is not None:
-        low, high = device_bounds(measured)
+        low, high = measured.device_bounds
         meaning = f"{span(low, high)}: with the context and all else" if low < high else "as nvidia-smi would show"
         cards.append(_card("device", measured.peak.device_bytes, meaning))
     return f'<div class="cards">{"".join(cards)}</div>{_bar(profile, measured)}{_where(measured)}{_death(measured)}'

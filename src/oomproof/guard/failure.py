@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Iterator
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from oomproof.guard.refusal import GuardError
 from oomproof.triage.kinds import Finding, classify
@@ -29,7 +29,7 @@ class Failure(NamedTuple):
         return requested is not None and unallocated is not None and unallocated >= requested
 
 
-def recognise(error: BaseException, phase: str, outside: Optional[BaseException] = None) -> Optional[Failure]:
+def recognise(error: BaseException, phase: str, outside: BaseException | None = None) -> Failure | None:
     """Return what failed where ``error``, or what it was raised from, is an out-of-memory; None for all else.
 
     ``outside`` is what was being handled when the step began: Python chains it to every error of the step.
@@ -44,7 +44,7 @@ def recognise(error: BaseException, phase: str, outside: Optional[BaseException]
     return None
 
 
-def let_go(error: BaseException, outside: Optional[BaseException] = None) -> None:
+def let_go(error: BaseException, outside: BaseException | None = None) -> None:
     """Drop all that pins the failed attempt's tensors: the frames of the whole chain, and the interpreter's memory."""
     for link in list(_chain(error, outside)):
         traceback.clear_frames(link.__traceback__)  # frames that still run, such as the guard's, stay
@@ -54,9 +54,9 @@ def let_go(error: BaseException, outside: Optional[BaseException] = None) -> Non
             delattr(sys, name)
 
 
-def _chain(error: BaseException, outside: Optional[BaseException]) -> Iterator[BaseException]:
+def _chain(error: BaseException, outside: BaseException | None) -> Iterator[BaseException]:
     seen: set[int] = {id(outside)}
-    left: list[Optional[BaseException]] = [error]
+    left: list[BaseException | None] = [error]
     while left:
         link = left.pop(0)
         if link is None or id(link) in seen:

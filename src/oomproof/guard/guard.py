@@ -7,7 +7,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, Optional, Union
+from typing import Any, NoReturn
 
 from oomproof.errors import UsageError
 from oomproof.guard.exactness import doubts
@@ -35,11 +35,11 @@ class Guard:
         model: Any,
         optimizer: Any,
         *,
-        sizes: Optional[Iterable[int]] = None,
+        sizes: Iterable[int] | None = None,
         scaler: Any = None,
         retries: int = 12,
-        grow_after: Optional[int] = None,
-        restore: Optional[Callable[[], object]] = None,
+        grow_after: int | None = None,
+        restore: Callable[[], object] | None = None,
     ) -> None:
         if retries < 0 or (grow_after is not None and grow_after < 1):
             raise UsageError("retries must be at least 0 and grow_after at least 1, or None")
@@ -52,15 +52,16 @@ class Guard:
         self._grow_after = grow_after
         self._restore = restore
         self._good = 0  # steps since the size last changed
+        self._largest = 1  # samples of a batch: a short last one must not decide what a size grows to
         self._phase = "forward"
         self._writing = False
         self._hooked = hasattr(optimizer, "register_step_pre_hook")  # torch's optimizers, from 2.0 on
         if self._hooked:
             optimizer.register_step_pre_hook(self._on_step)
-        self.size: Optional[int] = None  # samples of a micro-batch; None: the whole batch
+        self.size: int | None = None  # samples of a micro-batch; None: the whole batch
         self.notes: list[str] = []  # why steps in micro-batches are not those of whole batches
 
-    def step(self, batch: Any, loss_fn: Callable[[Any], Any], *, count: Optional[Callable[[Any], Any]] = None) -> Any:
+    def step(self, batch: Any, loss_fn: Callable[[Any], Any], *, count: Callable[[Any], Any] | None = None) -> Any:
         """Do forward, backward, optimizer step and zero_grad of one batch; return its loss, detached.
 
         ``loss_fn`` gets the batch or a part of it and returns its mean loss; ``count`` returns what that is a mean
@@ -87,15 +88,15 @@ class Guard:
                 why = uncut or f"micro-batches of {size} are the smallest"
                 self._refuse(f"out of memory in {result.phase}, and no smaller size is left: {why}", result)
             _log.warning("%s: %s; micro-batches of %d samples from now on", result.phase, result.message, smaller)
-            self._shrink(smaller)
+            self._shrink(smaller, total)
             size = smaller
         self._refuse(f"out of memory after {self._retries} retries of one step (retries=)", result)
 
     # ---- one attempt ---------------------------------------------------------------------------------------------
 
     def _attempt(
-        self, batch: Any, total: int, size: int, loss_fn: Any, count: Any, outside: Optional[BaseException]
-    ) -> Union[Failure, Any]:
+        self, batch: Any, total: int, size: int, loss_fn: Any, count: Any, outside: BaseException | None
+    ) -> Failure | Any:
         self._writing = False
         try:
             return self._whole_step(batch, total, size, loss_fn, count)
@@ -163,17 +164,19 @@ class Guard:
 
     def _went_well(self, total: int) -> None:
         self._good += 1
+        self._largest = max(self._largest, total)
         if self.size is not None and self._grow_after is not None and self._good >= self._grow_after:
-            larger = self._ladder.above(total, self.size)
-            self.size = None if larger >= total else larger
+            larger = self._ladder.above(self._largest, self.size)
+            self.size = None if larger >= self._largest else larger
             self._good = 0
             _log.info("micro-batches of %d samples are tried again", larger)
 
-    def _shrink(self, size: int) -> None:
+    def _shrink(self, size: int, total: int) -> None:
         self.size = size
+        self._largest = max(self._largest, total)
         self._good = 0
 
-    def _samples(self, batch: Any) -> tuple[int, Optional[str]]:
+    def _samples(self, batch: Any) -> tuple[int, str | None]:
         """Return a batch's samples, and why it cannot be cut; it is then taken whole."""
         try:
             return splitting.batch_size(self._torch, batch), None

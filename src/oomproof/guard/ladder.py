@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Optional
 
 from oomproof.errors import UsageError
 
@@ -11,7 +10,7 @@ from oomproof.errors import UsageError
 class Ladder:
     """Sizes to go down and up: the user's, or divisors of the batch, each at most half of the one above it."""
 
-    def __init__(self, sizes: Optional[Iterable[int]] = None) -> None:
+    def __init__(self, sizes: Iterable[int] | None = None) -> None:
         self._sizes = None if sizes is None else sorted(set(sizes), reverse=True)
         if self._sizes is not None and (not self._sizes or self._sizes[-1] < 1):
             raise UsageError(f"sizes must be positive numbers of samples, such as (32, 16, 8), not {self._sizes}")
@@ -26,7 +25,7 @@ class Ladder:
                 found.append(size)
         return found
 
-    def below(self, total: int, size: int) -> Optional[int]:
+    def below(self, total: int, size: int) -> int | None:
         """Return the next size below ``size``, None at the end."""
         return next((rung for rung in self.rungs(total) if rung < size), None)
 

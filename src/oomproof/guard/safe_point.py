@@ -19,7 +19,7 @@ class SafePoint:
         self._parameters = list({id(p): p for p in parameters}.values())
         self._versions = [p._version for p in self._parameters]
         self._gradients = [
-            (p.grad, None if p.grad is None else p.grad.detach().cpu().clone()) for p in self._parameters
+            (p.grad, None if p.grad is None else p.grad.detach().to("cpu", copy=True)) for p in self._parameters
         ]
         self._buffers = [
             (module, name, buffer, _copy(buffer))
@@ -46,8 +46,8 @@ class SafePoint:
                     gradient.copy_(copy)
                 parameter.grad = gradient
             for module, name, buffer, copy in self._buffers:
-                if buffer is not None and (module._buffers.get(name) is not buffer or not _same(buffer, copy)):
-                    buffer.copy_(copy[0])
+                if buffer is not None:
+                    buffer.copy_(copy)  # always: batch_norm writes without raising the version
                 module._buffers[name] = buffer
         random.setstate(self._random)
         if self._numpy is not None:
@@ -63,15 +63,9 @@ class SafePoint:
 
 
 def _copy(tensor: Any) -> Any:
-    """Return a copy of a buffer with the version that it is of."""
-    if tensor is None:
-        return None
-    copy = tensor.detach().clone() if tensor.numel() * tensor.element_size() <= _SMALL_BYTES else tensor.detach().cpu()
-    return (copy.clone() if copy.data_ptr() == tensor.data_ptr() else copy), tensor._version
-
-
-def _same(tensor: Any, copy: Any) -> bool:
-    return bool(tensor._version == copy[1])
+    if tensor is None or tensor.numel() * tensor.element_size() <= _SMALL_BYTES:
+        return None if tensor is None else tensor.detach().clone()
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _per_optimizer(scaler: Any) -> dict[Any, Any]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from oomproof.capture import read_capture, write_capture
     from oomproof.errors import OomproofError
     from oomproof.gpus import GPUSpec, get_gpu
+    from oomproof.guard import Guard, GuardError
     from oomproof.measure.measurement import Measurement
     from oomproof.plan import planning as _planning
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GPUSpec",
+    "Guard",
+    "GuardError",
     "Measurement",
     "OomproofError",
     "fits",
@@ -35,6 +38,8 @@ __all__ = [
 
 _HOMES = {
     "GPUSpec": "oomproof.gpus",
+    "Guard": "oomproof.guard",
+    "GuardError": "oomproof.guard",
     "Measurement": "oomproof.measure.measurement",
     "OomproofError": "oomproof.errors",
     "fits": "oomproof.api",

@@ -6,6 +6,7 @@
     │   └── PlanError           64   a plan cannot be applied: damaged, of another version, or not on this machine
     ├── EnvironmentMissingError  1   this machine lacks something (torch, a compiler, room on disk)
     │   └── BuildError           1   the stand-ins could not be compiled
+    ├── guard.GuardError         3   a guarded step could not be done, or not as the same step
     ├── ScriptError              1   the script itself failed or never used what was to be measured
     └── CaptureError             1   a file is not what it should be
         └── SnapshotError        1   a memory snapshot is not what it should be, or too large

@@ -51,7 +51,7 @@ _DEVICE = re.compile(r"\b(?:GPU|NPU|XPU|device)[: ] ?(\d{1,5})\b")
 _NO_FIGURE_BYTES = 2**60
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)  # no slots, no kw_only: the guard uses it in the user's process, Python 3.9
 class Figures:
     """Bytes as a message gives them; None where it does not say.
 

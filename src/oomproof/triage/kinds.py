@@ -52,7 +52,7 @@ _STARTING = re.compile(r"_cuda_init|_lazy_init|[sS]et_?[dD]evice|torch/cuda/__in
 _COLLECTIVE = re.compile(r"distributed_c10d|ProcessGroupNCCL|\bnccl", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)  # no slots, no kw_only: the guard uses it in the user's process, Python 3.9
 class Finding:
     """What one message says: its kind, how sure that is, and why."""
 

@@ -27,7 +27,7 @@ Kind = Literal[
 Confidence = Literal["high", "medium", "low"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots, no kw_only: the guard uses it in the user's process, Python 3.9
 class Signature:
     """One sentence: what it means by itself, and how far it must be looked into.
 

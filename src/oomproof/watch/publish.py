@@ -21,7 +21,7 @@ _step = 0
 
 
 def runtime_folder() -> Path:
-    """Return this user's folder of published figures: XDG_RUNTIME_DIR's, else one of the user in the temporary folder."""
+    """Return this user's folder of published figures, in XDG_RUNTIME_DIR or else in the temporary folder."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     return Path(base) / "oomproof" if base else Path(tempfile.gettempdir()) / f"oomproof-{os.getuid()}"
 

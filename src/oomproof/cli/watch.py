@@ -21,7 +21,7 @@ def main(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, one sample a line.")] = False,
     mig: Annotated[
         str | None,
-        typer.Option(metavar="CAPTURE|GPU", help="The MIG slices of a card, and which of them a capture fits."),
+        typer.Option(metavar="CAPTURE|GPU", help="A card's MIG slices, and which a capture fits."),
     ] = None,
 ) -> None:
     """Show the GPUs' memory, their processes, the allocator figures that these publish, and alarms."""
@@ -30,7 +30,8 @@ def main(
             raise UsageError("--mig looks at no GPU of this machine; leave --device, --once and --json out")
         from oomproof.watch.slices import print_slices
 
-        return print_slices(mig)
+        print_slices(mig)
+        return None
     from oomproof.watch.published import remove_ended
     from oomproof.watch.sample import Sample, Sampler, chosen
     from oomproof.watch.view import shown
@@ -54,7 +55,7 @@ def main(
             if once:
                 return None
             time.sleep(every)
-    if once:
+    if once or not console.is_terminal:  # nobody looks at a screen that is a file
         console.print(shown(*look(), console.encoding))
         return None
     from rich.live import Live

@@ -18,10 +18,10 @@ NOT_SUPPORTED, NO_PERMISSION, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND = 3, 4, 9, 12
 NOT_FOUND, FUNCTION_NOT_FOUND, GPU_IS_LOST, RESET_REQUIRED, VERSION_MISMATCH, ARGUMENT_VERSION = 6, 13, 15, 16, 18, 25
 
 _NO_NVML = {
-    DRIVER_NOT_LOADED: "the NVIDIA driver is not loaded; load it with `modprobe nvidia`, or start the container with GPUs",
+    DRIVER_NOT_LOADED: "the NVIDIA driver is not loaded; load it with `modprobe nvidia`",
     LIBRARY_NOT_FOUND: "there is no NVIDIA driver here (no libnvidia-ml.so.1); install it, or start the container with "
     "GPUs (--gpus all)",
-    VERSION_MISMATCH: "the NVIDIA driver was updated while loaded (driver/library version mismatch); restart the machine",
+    VERSION_MISMATCH: "the NVIDIA driver was updated while loaded (version mismatch); restart the machine",
     NO_PERMISSION: "this user may not use the NVIDIA driver; ask for access to /dev/nvidia*",
 }
 _REASONS = {
@@ -73,11 +73,13 @@ class Sample:
 
 
 class Sampler:
-    """Asks NVML; ``nvml`` is pynvml, or what stands for it in a test. Raises EnvironmentMissingError without a driver."""
+    """Asks NVML (pynvml, or what stands for it in a test). Raises EnvironmentMissingError without a driver."""
 
     def __init__(self, nvml: Any = None) -> None:
         if nvml is None:
-            import pynvml as nvml
+            import pynvml
+
+            nvml = pynvml
         self.nvml = nvml
         try:
             nvml.nvmlInit()

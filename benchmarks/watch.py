@@ -36,8 +36,8 @@ def main() -> None:
     without, with_it = zip(*[(loop(False), loop(True)) for _ in range(TURNS)], strict=True)
     ratios = [after / before - 1 for before, after in zip(without, with_it, strict=True)]
     print(
-        f"{len(blocks)} blocks, {STEPS} steps of 10 ms, {TURNS} turns side by side: {statistics.median(ratios):+.2%} of a "
-        f"step, turns from {min(ratios):+.2%} to {max(ratios):+.2%}",
+        f"{len(blocks)} blocks, {STEPS} steps of 10 ms, {TURNS} turns side by side: "
+        f"{statistics.median(ratios):+.2%} of a step, turns from {min(ratios):+.2%} to {max(ratios):+.2%}",
         file=sys.stderr,
     )
     spent, count = 0.0, STEPS * TURNS

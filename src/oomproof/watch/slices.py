@@ -10,8 +10,7 @@ from rich.table import Table
 from oomproof.capture import read_capture
 from oomproof.errors import UsageError
 from oomproof.gpus import GPUSpec, all_gpus, get_gpu
-from oomproof.measure.measurement import Measurement
-from oomproof.report.verdict import device_bounds
+from oomproof.measure.measurement import Measurement, device_bounds
 from oomproof.units import format_bytes
 
 _MARK = "-mig-"  # between a board's key and a slice's profile in the catalogue

@@ -120,7 +120,7 @@ def test_without_a_driver_one_message_says_what_to_do(value: int, told: str) -> 
         ),
     ],
 )
-def test_a_fault_of_one_gpu_is_told_and_the_other_is_shown(faults: dict[tuple[str, str | None], int], told: str) -> None:
+def test_a_fault_of_one_gpu_is_told_beside_the_other(faults: dict[tuple[str, str | None], int], told: str) -> None:
     """A fault of GPU 1 is one clear state of it, with no figure made up; GPU 0 keeps its figures."""
     sample = Sampler(FakeNVML(faults)).sample()
     assert sample.devices[0].used_bytes == 30 * GIB
@@ -128,10 +128,12 @@ def test_a_fault_of_one_gpu_is_told_and_the_other_is_shown(faults: dict[tuple[st
     assert told in text(sample)
 
 
-@pytest.mark.parametrize("name", ["nvmlDeviceGetPowerUsage", "nvmlDeviceGetTemperature", "nvmlDeviceGetUtilizationRates"])
+@pytest.mark.parametrize(
+    "name", ["nvmlDeviceGetPowerUsage", "nvmlDeviceGetTemperature", "nvmlDeviceGetUtilizationRates"]
+)
 def test_a_sensor_that_is_not_supported_is_left_out(name: str) -> None:
     """wookayin/gpustat#144: one unsupported figure is None with its reason, and the rest stays."""
-    device = Sampler(FakeNVML({(name, None): 3})).sample().devices[0]
+    device = Sampler(FakeNVML({(f"nvmlDeviceGet{sensor}", None): 3})).sample().devices[0]
     assert len(device.missing) == 1
     assert set(device.missing.values()) == {"not supported by this GPU"}
     assert device.used_bytes == 30 * GIB

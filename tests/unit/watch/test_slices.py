@@ -9,7 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from oomproof.errors import UsageError
 from oomproof.gpus import get_gpu
-from oomproof.report.verdict import device_bounds
+from oomproof.measure.measurement import device_bounds
 from oomproof.watch.slices import print_slices, slices_of, verdict
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from oomproof.capture import read_capture
 from oomproof.errors import UsageError
 from oomproof.gpus import GPUSpec, all_gpus, get_gpu
-from oomproof.measure.measurement import Measurement, device_bounds
+from oomproof.measure.measurement import Measurement
 from oomproof.units import format_bytes
 
 _MARK = "-mig-"  # between a board's key and a slice's profile in the catalogue
@@ -27,7 +27,7 @@ def verdict(measurement: Measurement, memory_bytes: int) -> str:
 
     The peaks were measured on the measurement's own GPU; a slice's fewer SMs can change libraries' workspaces.
     """
-    low, high = device_bounds(measurement)
+    low, high = measurement.device_bounds
     more = measurement.demand.device_bytes - measurement.peak.device_bytes
     if measurement.demand_if_many is not None:
         high += max(0, measurement.demand_if_many.device_bytes - measurement.demand.device_bytes)
@@ -58,7 +58,7 @@ def print_slices(what: str) -> None:
     console = Console()
     console.print(table)
     if measurement is not None:
-        low, high = device_bounds(measurement)
+        low, high = measurement.device_bounds
         console.print(
             f"\nIt took {format_bytes(low)} to {format_bytes(high)} on {measurement.gpu.name}. A slice has fewer SMs, "
             "which can change libraries' workspaces; to be sure: oomproof run --gpu SLICE -- command"

@@ -128,10 +128,8 @@ def test_a_fault_of_one_gpu_is_told_beside_the_other(faults: dict[tuple[str, str
     assert told in text(sample)
 
 
-@pytest.mark.parametrize(
-    "name", ["nvmlDeviceGetPowerUsage", "nvmlDeviceGetTemperature", "nvmlDeviceGetUtilizationRates"]
-)
-def test_a_sensor_that_is_not_supported_is_left_out(name: str) -> None:
+@pytest.mark.parametrize("sensor", ["PowerUsage", "Temperature", "UtilizationRates"])
+def test_a_sensor_that_is_not_supported_is_left_out(sensor: str) -> None:
     """wookayin/gpustat#144: one unsupported figure is None with its reason, and the rest stays."""
     device = Sampler(FakeNVML({(f"nvmlDeviceGet{sensor}", None): 3})).sample().devices[0]
     assert len(device.missing) == 1

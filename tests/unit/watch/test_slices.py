@@ -9,7 +9,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from oomproof.errors import UsageError
 from oomproof.gpus import get_gpu
-from oomproof.measure.measurement import device_bounds
 from oomproof.watch.slices import print_slices, slices_of, verdict
 
 
@@ -36,7 +35,7 @@ def test_a_slice_fits_only_above_the_whole_range() -> None:
         measurement, demand=dataclasses.replace(measurement.demand, device_bytes=measurement.peak.device_bytes),
         demand_if_many=None,
     )  # fmt: skip
-    low, high = device_bounds(measurement)
+    low, high = measurement.device_bounds
     assert low < high
     assert [verdict(measurement, size) for size in (high, high - 1, low, low - 1)] == [
         "fits", "perhaps", "perhaps", "does not fit",

@@ -22,6 +22,7 @@ from oomproof.cli import (
     timeline,
     tree,
     triage,
+    watch,
 )
 from oomproof.cli.strict import Strict
 from oomproof.errors import EXIT_FAILED, EXIT_FITS, EXIT_INTERRUPTED, EXIT_USAGE, OomproofError
@@ -50,6 +51,7 @@ app.command("steps")(steps.main)
 app.command("export")(export.main)
 app.command("replay")(replay.main)
 app.command("triage", epilog=triage.EPILOG)(triage.main)
+app.command("watch")(watch.main)
 app.command("gpus")(gpus.main)
 app.command("doctor")(doctor.main)
 
